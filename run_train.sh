@@ -10,5 +10,5 @@
 #   PYTHON          the Python interpreter (default python)
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1 # no modules from the working directory
 exec "${PYTHON:-python}" -m titanlite train "$@"

@@ -96,7 +96,7 @@ def unknown_names_and_arguments(source: str, names: dict[str, Any]) -> Iterator[
         except AttributeError as error:
             yield f"line {node.lineno}: {error}"
             continue
-        of_titanlite = getattr(function, "__module__", "").startswith("titanlite.")
+        of_titanlite = (getattr(function, "__module__", "") or "").startswith("titanlite.")
         spread = any(isinstance(argument, ast.Starred) for argument in node.args)
         spread |= any(keyword.arg is None for keyword in node.keywords)
         if of_titanlite and not spread:

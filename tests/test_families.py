@@ -45,11 +45,9 @@ from titanlite.model import (
     Documents,
     Llama,
     ScaledDotProductAttention,
-    rope_frequencies,
-    rope_magnitude,
-    rope_table,
 )
 from titanlite.parallel.attention import PACKED_ATTENTION
+from titanlite.rope import rope_frequencies, rope_magnitude, rope_table
 from titanlite.techniques import norm_over_heads
 from titanlite.techniques.moe.parallel import local_weight
 from titanlite.tools.plan.op_trace import recording

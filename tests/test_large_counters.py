@@ -48,8 +48,11 @@ def shown_in_tensorboard(run: Path) -> dict[int, dict[str, float]]:
 
 def moved(run: Path, old: int, new: int, position: int) -> None:
     """Make the checkpoint of a step one of another step, at another position in the data."""
-    path = run / "checkpoint" / f"step-{old}"
-    change_state(path, lambda state: state.update(step=new, data={**state["data"], "next_sequence": position}))
+    path, moved_data = (
+        run / "checkpoint" / f"step-{old}",
+        {"next_sequence": position, "counts": [position * SEQ_LEN, 0, 0, 0]},
+    )
+    change_state(path, lambda state: state.update(step=new, data=state["data"] | moved_data))
     path.rename(path.with_name(f"step-{new}"))
 
 

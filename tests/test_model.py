@@ -20,7 +20,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor.utils import run_and_get_code
 
-from titanlite import init, model
+from titanlite import init, model, rope
 from titanlite.build_llama import build_llama
 from titanlite.config.model_sizes import SIZES
 from titanlite.config.schema import Model
@@ -28,7 +28,8 @@ from titanlite.hf.names import hf_name, to_hf
 from titanlite.init import init_weights, parameter_seed
 from titanlite.loss import IGNORED, chunked_cross_entropy, count_valid, cross_entropy
 from titanlite.metrics.flops import flops_per_token
-from titanlite.model import Llama, apply_rotary_emb, rope_frequencies, rope_table
+from titanlite.model import Llama
+from titanlite.rope import apply_rotary_emb, rope_frequencies, rope_table
 from titanlite.techniques import latent_attention, moe
 
 CPU = torch.device("cpu")
@@ -513,10 +514,12 @@ def distributed_uses(source: str) -> Iterator[str]:
 
 
 def test_model_knows_no_parallelism():
-    """Its section of the config is all of titanlite that it imports. Layers of experts and latent attention import that
-    and the model."""
+    """Its section of the config and rope.py are all of titanlite that it imports. Layers of experts and latent
+    attention import these and the model."""
     section, experts = "titanlite.config.schema.Model", Path(moe.__file__).parent
-    assert list(distributed_uses(Path(model.__file__).read_text())) == [section]
+    of_rope = [f"titanlite.rope.{name}" for name in ("apply_rotary_emb", "rope_table")]
+    assert list(distributed_uses(Path(rope.__file__).read_text())) == [section]
+    assert list(distributed_uses(Path(model.__file__).read_text())) == [section, *of_rope]
     assert list(distributed_uses((experts / "layer.py").read_text())) == [
         section,
         "titanlite.model.FeedForward",
@@ -527,7 +530,9 @@ def test_model_knows_no_parallelism():
     ]
     assert list(distributed_uses((experts / "counts.py").read_text())) == []
     assert list(distributed_uses((experts / "router.py").read_text())) == [section]
-    of_model = [f"titanlite.model.{name}" for name in ("Documents", "ScaledDotProductAttention", "apply_rotary_emb")]
+    of_model = [
+        f"titanlite.{name}" for name in ("model.Documents", "model.ScaledDotProductAttention", "rope.apply_rotary_emb")
+    ]
     assert list(distributed_uses(Path(latent_attention.__file__).read_text())) == [section, *of_model]
 
 

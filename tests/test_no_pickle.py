@@ -35,7 +35,7 @@ AMONG_OWN_PROCESSES = {
     "checkpoint/checkpointer.py": {".gather_object", ".broadcast_object_list"},
     "checkpoint/ranks.py": {".all_gather_object"},
     "data/loader.py": {".all_gather_object"},
-    "data/same_data.py": {".all_gather_object"},
+    "data/open.py": {".all_gather_object"},
     "data/token_cache.py": {".all_gather_object"},
     "launch/process.py": {"multiprocessing"},
     "launch/same_config.py": {".all_gather_object", ".broadcast_object_list"},

@@ -73,6 +73,7 @@ total_steps = 12
 log_freq = 1
 
 [checkpoint]
+enable = false
 interval = 3
 """
 TAGS = {
@@ -87,9 +88,10 @@ TAGS = {
     "memory/max_active(GiB)",
     "memory/max_reserved(GiB)",
     "n_tokens_seen",
+    "n_padding_seen",
 }
 LOSS = "loss_metrics/global_avg_loss"
-COMPUTED = (LOSS, "loss_metrics/global_max_loss", "grad_norm", "lr", "n_tokens_seen")
+COMPUTED = (LOSS, "loss_metrics/global_max_loss", "grad_norm", "lr", "n_tokens_seen", "n_padding_seen")
 """Tags whose values do not depend on the clock."""
 
 
@@ -299,6 +301,7 @@ def test_files_of_a_run(runs, folder):
     assert steps[-1][LOSS] < steps[0][LOSS] - 0.5
     assert abs(steps[0][LOSS] - math.log(272)) < 0.1, "the first loss is not that of a uniform distribution"
     assert all(values["n_tokens_seen"] == values["step"] * 8 * 64 for values in steps)
+    assert all(values["n_padding_seen"] == 0 for values in steps)
     assert all(values["memory/max_active(GiB)"] > 0.05 and values["tflops"] > 0 for values in steps)
     assert all(values["loss_metrics/global_max_loss"] == values[LOSS] for values in steps)
 
@@ -584,7 +587,7 @@ def test_the_resume_tests_can_fail(runs, folder):
     """A data position that is off by one sequence shows in the losses."""
     uninterrupted = runs(1, "uninterrupted", "--checkpoint.enable")
     runs(1, "run", "--checkpoint.enable", "--training.steps=3")
-    data = {"next_sequence": 25, "streaming_shards": {}}
+    data = {"next_sequence": 25, "streaming_shards": {}, "counts": [25 * 64, 0, 0, 0]}
     change_state(folder / "run" / "checkpoint" / "step-3", lambda state: state.update(data=data))
     resumed = computed(runs(1, "run", "--checkpoint.enable"))
     assert resumed[:3] == computed(uninterrupted)[:3]
@@ -607,7 +610,9 @@ def test_a_run_writes_no_pickle(runs, folder):
     files = ("rank-00000.safetensors", "rank-00001.safetensors")
     assert {path.name for path in step.iterdir()} == {"manifest.json", "state.json", *files}
     state = json.loads((step / "state.json").read_text())
+    counts = state["data"].pop("counts")
     assert (state["step"], state["skipped"], state["data"]) == (6, 0, {"next_sequence": 48, "streaming_shards": {}})
+    assert counts[0] == 48 * 64
     names = set()
     for path in (each for each in (folder / "run").rglob("*") if each.is_file()):
         if path.suffix == ".safetensors":
@@ -756,7 +761,8 @@ def test_when_asked_to_stop_all_ranks_end_after_the_same_step_and_save(runs, fol
     [
         (["--debug.seed=7"], "saved with seed = 42, and this run has 7"),
         (["--model.n_layers=3"], "saved with n_layers = 2, and this run has 3"),
-        (["--training.seq_len=32"], "saved with data = "),
+        (["--optimizer.name=Muon"], 'saved with optimizer.name = "Adam or AdamW", and this run has "Muon"; resume'),
+        (["--training.seq_len=32"], "; resume with the same (changed: training.seq_len 64 -> 32), or start"),
         (["--checkpoint.load_step=2"], "checkpoint.load_step = 2: expected the newest step in "),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -764,6 +770,17 @@ def test_when_asked_to_stop_all_ranks_end_after_the_same_step_and_save(runs, fol
 def test_resume_rejects_another_run(runs, arguments, message):
     runs(2, "run", "--checkpoint.enable", "--training.steps=3")
     assert message in error_message(runs, 2, "run", "--checkpoint.enable", *arguments)
+
+
+def test_a_validation_set_that_is_added_at_a_resume_says_why_the_data_differ(runs, folder):
+    for name in ("train", "valid"):
+        (folder / f"{name}.jsonl").write_text((json.dumps({"text": name * 20}) + "\n") * 60)
+    options = ["--checkpoint.enable", "--training.dataset=json", f"--training.dataset_path={folder}/train.jsonl"]
+    runs(1, "run", *options, "--training.steps=2")
+    line = error_message(
+        runs, 1, "run", *options, "--validation.enable", f"--validation.dataset_path={folder}/valid.jsonl"
+    )
+    assert f'same (changed: validation.dataset_path "" -> "{folder}/valid.jsonl"; without data of its own, val' in line
 
 
 CHANGES = {
@@ -776,6 +793,10 @@ CHANGES = {
         "training.steps 3 -> 5, lr_scheduler.total_steps 12 -> 5; the learning-rate schedule is computed anew: lr "
         "9.091e-03 at step 3, 5.000e-03 at step 4"
     ),
+    ("--training.steps=2", "--lr_scheduler.total_steps=-1"): (
+        "training.steps 3 -> 2, lr_scheduler.total_steps 12 -> 2; the learning-rate schedule is computed anew: lr "
+        "9.091e-03 at step 3, it ends at step 2"
+    ),
     ("--optimizer.lr=1",): (
         "optimizer.lr 0.01 -> 1.0; the learning-rate schedule is computed anew: lr 9.091e-03 at step 3, 8.182e-01 at "
         "step 4"
@@ -784,10 +805,16 @@ CHANGES = {
 """Options of a run that resumes after step 3, and the line about them."""
 
 
-def lines_of_run(argv: list[str]) -> list[str]:
+def lines_of_run(argv: list[str], stop_after: int = 10**9) -> list[str]:
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        assert run_train(argv) == ""
+        assert run_train(argv, stop_after) == ""
     return out.getvalue().splitlines()
+
+
+def test_a_stop_without_checkpoints_says_that_nothing_was_saved(runs):
+    argv = [str(runs.folder / "small.toml"), f"--job.dump_folder={runs.folder / 'run'}"]
+    (lines,) = runs.ranks(1).run(lines_of_run, argv=argv, stop_after=1)
+    assert lines[-1] == "asked to stop: ended after step 1; nothing was saved: checkpoint.enable = false"
 
 
 def lines_after_resume(runs: Runs, *arguments: str) -> list[str]:
@@ -844,10 +871,10 @@ def test_a_loss_that_is_not_finite_on_all_ranks_names_the_step(runs):
 # Processes ----------------------------------------------------------------------------------------------------------
 
 
-def start(*command: str, **environment: str) -> subprocess.Popen[str]:
+def start(*command: str, cwd: Path = ROOT, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command,
-        cwd=ROOT,
+        cwd=cwd,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHON": sys.executable} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -938,8 +965,20 @@ def test_torchrun(folder, axis):
 
 
 def test_run_train_starts_the_ranks_and_stops_on_sigterm(folder):
+    """In a folder with files that have the names of Python's modules, on a console without UTF-8, with the variables
+    that another rank has left."""
+    for name in ("copy", "random", "queue", "socket", "threading"):
+        (folder / f"{name}.py").write_text("import os\nos._exit(3)\n")
+    surroundings = {
+        "PYTHONIOENCODING": "ascii",
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_PORT": "tcp://",
+    }
     arguments = ["--parallelism.data_parallel_shard_degree=2", "--checkpoint.enable", "--training.steps=100000"]
-    process = start("./run_train.sh", str(folder / "small.toml"), *arguments, "--lr_scheduler.total_steps=-1")
+    arguments += ["--lr_scheduler.total_steps=-1", "--job.description=Größe"]
+    process = start(str(ROOT / "run_train.sh"), "small.toml", *arguments, cwd=folder, **surroundings)
     for line in process.stdout:
         if "step      4/" in line:
             process.send_signal(signal.SIGTERM)

@@ -14,13 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.run import RunCheckpoints
-from titanlite.config import Config, ConfigError, Launch
+from titanlite.config import Config, Launch
 from titanlite.config.schema import Debug, Optimizer, Training, numerics, stage_modules
 from titanlite.config.stage_split import rank_of_stage
 from titanlite.data.loader import Batch, Loader, SequenceShard, n_validation_batches, validation_batches
-from titanlite.data.open import build_tokenizer, open_sequences
+from titanlite.data.open import compared_over_ranks, open_sequences, tokenizer_of_run
 from titanlite.data.packing import Mixture, Sequences, SplitSequences
-from titanlite.data.same_data import compared_over_ranks
 from titanlite.init import init_weights
 from titanlite.launch.process import Signals
 from titanlite.launch.same_config import options_of_run
@@ -199,8 +198,8 @@ def build_groups(
         return OneGroup()
     from titanlite.techniques.replicas.torchft import Replicas
 
-    identity, tokens = [*numerics(config), data_identity], config.tokens_per_step
-    return Replicas(section, config.comm, model, optimizer, identity, tokens, device, signals)
+    identity = [*numerics(config), data_identity]
+    return Replicas(section, config.comm, model, optimizer, identity, device, signals)
 
 
 def build_balance(config: Config, model: Llama, device: torch.device) -> Balance | None:
@@ -264,10 +263,7 @@ def build_data(config: Config, *, builds_cache: bool, own: Parts = PLAIN) -> Dat
         from titanlite.techniques.data.own import open_own  # here, since most runs have no own data
 
         return Data(*open_own(own.data, config.model, config.training, config.debug, config.validation.enable))
-    tokenizer, vocab_size = build_tokenizer(config.model.hf_assets_path), config.model.vocab_size
-    if tokenizer.vocab_size > vocab_size:
-        problem = f"model.vocab_size = {vocab_size}: expected at least the {tokenizer.vocab_size} tokens of the "
-        raise ConfigError([problem + "tokenizer; set it, or choose another model.hf_assets_path"])
+    tokenizer = tokenizer_of_run(config.model, config.checkpoint, config.parallelism)
     with compared_over_ranks() as compare:
         sequences, validation, identity = open_sequences(
             tokenizer, config.training, config.validation, seed=config.debug.seed, builds_cache=builds_cache
@@ -305,10 +301,11 @@ def build_loader(
     if config.training.datasets:
         sequences.check(state, (config.training.steps - last_step) * config.training.global_batch_size)
     share, groups = sequence_share(config, layout), config.fault_tolerance
+    n_copies = config.parallelism.world_size // share["data_parallel_degree"]
     if groups.enable:  # the ranks of all groups, living or not, read different sequences
         share["data_rank"] += groups.replica_id * share["data_parallel_degree"]
         share["data_parallel_degree"] *= groups.group_size
-    return Loader(sequences, config.training, **share, pin=device.type == "cuda", state=state)
+    return Loader(sequences, config.training, **share, n_copies=n_copies, pin=device.type == "cuda", state=state)
 
 
 def build_validation_batches(config: Config, layout: Layout, sequences: SplitSequences) -> tuple[Iterator[Batch], int]:
@@ -389,4 +386,4 @@ def add_observers(
     if validation.generate_prompts:
         from titanlite.techniques.samples import Samples
 
-        observers.append(Samples(training, validation, config.model.hf_assets_path, train_step, logger))
+        observers.append(Samples(training, validation, config.model, train_step, logger))

@@ -1,4 +1,5 @@
-"""Build the model that the [model] options ask for, where latent attention, attention sinks and experts are chosen.
+"""Build the model that the [model] options ask for, where latent attention, norms over all heads, attention
+sinks and experts are chosen.
 
 build.py does not have this, since what reads and writes weights builds a model too, to know their shapes, and build.py
 imports it.
@@ -20,21 +21,26 @@ def build_llama(model: Model, *, max_seq_len: int, modules: Collection[str] | No
 
 
 def build_block(model: Model, layer: int) -> Block:
-    """Return the block of a layer."""
+    """Return the block of a layer. Techniques are imported here, since few models need them."""
     attention: nn.Module
     if model.mla.kv_lora_rank:
-        from titanlite.techniques.latent_attention import LatentAttention  # here, since few models need it
+        from titanlite.techniques.latent_attention_tensor import ShardableLatentAttention
 
-        attention = LatentAttention(model)
+        attention = ShardableLatentAttention(model)
     else:
         attention = Attention(model)
+        if model.qk_norm == "all_heads":
+            from titanlite.techniques.norm_over_heads import NormOverHeads
+
+            widths = attention.wq.out_features, attention.wk.out_features
+            attention.q_norm, attention.k_norm = (NormOverHeads(width, eps=model.norm_eps) for width in widths)
     if model.attention_sinks:
-        from titanlite.techniques.attention_sinks import SinkAttention  # here, since few models need it
+        from titanlite.techniques.attention_sinks import SinkAttention
 
         attention.inner_attention = SinkAttention(model)
     if model.has_experts(layer):
-        from titanlite.techniques.moe.layer import MixtureOfExperts  # here, since a dense model needs nothing of it
+        from titanlite.techniques.moe.parallel import ShardableMixture
 
-        return Block(model, attention, MixtureOfExperts(model))
+        return Block(model, attention, ShardableMixture(model))
     kind = {"bias": model.mlp_bias, "activation": model.activation, "is_gated": model.gated_ffn}
     return Block(model, attention, FeedForward(model.dim, model.ffn_dim, **kind))

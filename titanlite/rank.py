@@ -1,11 +1,14 @@
-"""A rank of `titanlite train`; what train.py of a checkout is for torchrun."""
+"""A rank of `titanlite train`, and of train.py in a clone."""
 
 import sys
 
-from titanlite.launch.process import start_rank
+from titanlite.launch.safe_path import leave_working_directory
 
 if __name__ == "__main__":
-    start_rank()  # before the imports, which take seconds
+    leave_working_directory()  # before the imports below could find something there
+    from titanlite.launch.process import start_rank
+
+    start_rank()  # before the imports of the training, which take seconds
     from titanlite.train import main
 
     main(sys.argv[1:])

@@ -32,7 +32,7 @@ from titanlite.launch.run_folders import check_writable, folders_of_run, lock_ru
 from titanlite.launch.same_config import options_of_run, require_same
 from titanlite.metrics import logger as metrics
 from titanlite.metrics.profiling import collected_garbage, profilers
-from titanlite.metrics.summary import run_summary
+from titanlite.metrics.summary import account, run_summary
 from titanlite.optimizer import set_lr
 from titanlite.own import PLAIN, Parts, own_of
 from titanlite.parallel import mesh
@@ -78,8 +78,7 @@ def train(config: Config, launch: Launch, signals: Signals, own: Parts = PLAIN) 
     validator = build.build_validator(config, layout, data, train_step, signals)
     parameters, is_first, is_last, values = list(model.parameters()), True, False, dict[str, float]()
 
-    profiling = profilers(config.job, config.profiling, launch.rank)
-    closed = closing(loader), closing(logger)
+    profiling, closed = profilers(config.job, config.profiling, launch.rank), (closing(loader), closing(logger))
     with closed[0], closed[1], checkpoints.finished_on_error(), profiling as profile, collected_garbage() as collect:
         for step in groups.steps(last_step, training.steps):
             mark("waiting for data", step)
@@ -94,13 +93,14 @@ def train(config: Config, launch: Launch, signals: Signals, own: Parts = PLAIN) 
 
             # One small all-reduce tells every rank the loss and whether some rank was asked to stop or to save. All
             # take the update, or none does. Numbers are read after it, so that the device need not wait.
-            totals = groups.totals(loss_sum, valid, parameters, signals)
+            totals = groups.totals(loss_sum, valid, parameters, signals, *loader.step_counts)
             if totals is None:  # a replica group was lost: the same step again, without it
                 optimizer.zero_grad()
                 loader.take_back(batches)
                 continue
             train_step.update(optimizer, totals.norm, guard.taken(totals))
-            loss, norm, stopping, saving = totals.read()
+            loss, norm, stopping, saving, *counts = totals.read()
+            loader.add(counts)
             guard.settle(step, loss, norm, loss_sum, checkpoints)
             optimizer.zero_grad()
             meter.step_done()
@@ -115,7 +115,7 @@ def train(config: Config, launch: Launch, signals: Signals, own: Parts = PLAIN) 
             if step % config.metrics.log_freq == 0 or is_first or is_last:
                 mark("logging")
                 largest = train_step.largest_loss(loss_sum, batches)
-                values = metrics.step_values(loss, largest, norm, lr, loader.position * training.seq_len)
+                values = metrics.step_values(loss, largest, norm, lr, loader.counts.tolist())
                 for source in (groups, meter, *train_step.observers, checkpoints, guard, train_step):
                     values |= source.metrics()
             with meter.paused():
@@ -127,8 +127,11 @@ def train(config: Config, launch: Launch, signals: Signals, own: Parts = PLAIN) 
                 checkpoints.after_step(step, state, asked=saving > 0, is_last=is_last)
             profile(step)
             is_first = False
+            if is_last:
+                log_rank0(account(*loader.counts))
             if stopping:
-                log_rank0(f"asked to stop: ended after step {step}")
+                unsaved = "" if config.checkpoint.enable else "; nothing was saved: checkpoint.enable = false"
+                log_rank0(f"asked to stop: ended after step {step}{unsaved}")
                 break
         test = functools.partial(loss_after_training, step + 1, loader, train_step, optimizer, guard.loss_scale)
         checkpoints.finish(groups.final_step(step, is_last=is_last), state, test)

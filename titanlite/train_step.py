@@ -58,7 +58,8 @@ class Totals(NamedTuple):
     """What all ranks know of a step once its gradients are summed, on the device."""
 
     numbers: Tensor
-    """The mean loss, the gradient norm, and how many ranks were asked to stop and to save: [4] in float64."""
+    """The mean loss, the gradient norm, how many ranks were asked to stop and to save, and sums of counts, in
+    float64."""
 
     @property
     def norm(self) -> Tensor:
@@ -69,10 +70,11 @@ class Totals(NamedTuple):
         return self.numbers.tolist()
 
 
-def sum_over_ranks(loss_sum: Tensor, signals: Signals) -> Tensor:
-    """Return the sums over all ranks of `loss_sum` and of whether a rank was asked to stop, and to save: [3]."""
-    asked = [torch.full_like(loss_sum, flag) for flag in (signals.stopping, signals.asked_to_save)]
-    sums = torch.stack([loss_sum, *asked])
+def sum_over_ranks(loss_sum: Tensor, signals: Signals, *counts: float) -> Tensor:
+    """Return the sums over all ranks of `loss_sum`, of whether a rank was asked to stop, and to save, and of `counts`:
+    [3 + counts]."""
+    others = [torch.full_like(loss_sum, each) for each in (signals.stopping, signals.asked_to_save, *counts)]
+    sums = torch.stack([loss_sum, *others])
     dist.all_reduce(sums)
     return sums
 
@@ -110,7 +112,7 @@ class OneGroup:
         """Sum a step's number of tokens over the groups, in place."""
 
     def totals(
-        self, loss_sum: Tensor, valid: Tensor, parameters: Iterable[nn.Parameter], signals: Signals
+        self, loss_sum: Tensor, valid: Tensor, parameters: Iterable[nn.Parameter], signals: Signals, *counts: float
     ) -> Totals | None:
         """Sum what a step has computed. Every rank must call it.
 
@@ -119,13 +121,14 @@ class OneGroup:
             valid: the global number of valid tokens.
             parameters: those of this rank, with their gradients.
             signals: tells whether this rank was asked to stop or to save.
+            counts: numbers of this rank that are summed, too.
 
         Returns:
             None if a group was lost, so that the step has to be taken again.
         """
         norm = gradient_norm(parameters, loss_sum.device)
-        loss, stopping, saving = sum_over_ranks(loss_sum, signals)
-        return Totals(torch.stack([loss / valid, norm, stopping, saving]))
+        loss, *others = sum_over_ranks(loss_sum, signals, *counts)
+        return Totals(torch.stack([loss / valid, norm, *others]))
 
     def final_step(self, step: int, *, is_last: bool) -> int:
         """Return the step that the weights are of at the end, after `step` has ended; `is_last`: as a last one."""

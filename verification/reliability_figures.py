@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from benchmarks.python_path import ROOT
-from titanlite.data import shard_files, token_shards
+from titanlite.data import shard_builder, token_shards
 from titanlite.launch.folder_lock import FolderLock
 from titanlite.techniques.sdc import hash_of_bits
 
@@ -94,7 +94,9 @@ def time_checksums() -> None:
     tokens = np.random.default_rng(0).integers(0, 300, BYTES // 2, dtype=np.uint16)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        shard = shard_files.write_shard(folder / token_shards.shard_name(0), "uint16", [("train", tokens, BYTES // 2)])
+        shard = shard_builder.write_shard(
+            folder / token_shards.shard_name(0), "uint16", [("train", tokens, BYTES // 2)]
+        )
         index = token_shards.Index(dtype="uint16", shards=[shard])
 
         def verify() -> None:

@@ -1,11 +1,13 @@
 """What a checkpoint of one rank has of a model, its optimizer and a run, and that all of it comes back."""
 
+import contextlib
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -141,6 +143,62 @@ def test_what_a_killed_run_has_not_finished_is_no_checkpoint(tmp_path):
     for name in ("step-2", "step-3.unconfirmed", "step-4.tmp", "step-1.diverged"):
         (tmp_path / name).mkdir()
     assert CheckpointFolder(tmp_path, keep_latest_k=0).to_resume() == ["step-2", "step-3.unconfirmed"]
+
+
+def test_a_lower_number_to_keep_makes_space_before_the_next_save(tmp_path):
+    """As after a full disk. Until then a start deletes nothing, and an unconfirmed checkpoint does not count."""
+    for name in ("step-1", "step-2", "step-3", "step-4.unconfirmed"):
+        (tmp_path / name).mkdir()
+    folder = CheckpointFolder(tmp_path, keep_latest_k=1)
+    folder.recover()
+    assert folder.to_resume() == ["step-1", "step-2", "step-3", "step-4.unconfirmed"]
+    folder.create(5)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-3", "step-4.unconfirmed", "step-5.tmp"}
+
+
+@pytest.mark.parametrize("change", ["create", "publish", "confirm"])
+def test_in_the_place_of_its_folder_nothing_of_others_is_changed(tmp_path, change):
+    """While a run trains, its folder is moved, and a link to that of another run gets the name."""
+    other, own = tmp_path / "other", tmp_path / "own"
+    names = "step-1", "step-2", "step-3.unconfirmed", "step-4.tmp"
+    for path in (other / name for name in names):
+        path.mkdir(parents=True)
+        (path / "file").write_text(path.name)
+    folder = CheckpointFolder(own, keep_latest_k=1)
+    own.mkdir()
+    own.rename(tmp_path / "moved")
+    own.symlink_to(other)
+    with pytest.raises(OSError, match="leads to another folder since the run has begun"):
+        getattr(folder, change)({"create": 4, "publish": 4, "confirm": 3}[change])
+    folder.close()
+    assert {path.name: (path / "file").read_text() for path in other.iterdir()} == dict(zip(names, names, strict=True))
+
+
+@pytest.mark.parametrize("change", ["create", "publish", "confirm", "remove_unfinished"])
+def test_a_link_in_the_place_of_a_checkpoint_is_not_followed(tmp_path, change):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "file").write_text("")
+    folder = CheckpointFolder(tmp_path / "own", keep_latest_k=1)
+    folder.create(1).rmdir()
+    for suffix in (".tmp", ".unconfirmed"):
+        (tmp_path / "own" / f"step-1{suffix}").symlink_to(other)
+    expected = pytest.raises(OSError, match="not a link") if change != "remove_unfinished" else contextlib.nullcontext()
+    with expected:
+        getattr(folder, change)(1)
+    assert [path.name for path in other.iterdir()] == ["file"]
+
+
+def test_deleting_the_oldest_checkpoints_deletes_a_link_and_not_what_it_leads_to(tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "file").write_text("")
+    (tmp_path / "own" / "step-2").mkdir(parents=True)
+    (tmp_path / "own" / "step-1").symlink_to(other)
+    folder = CheckpointFolder(tmp_path / "own", keep_latest_k=1)
+    folder.create(3)
+    assert {path.name for path in folder.path.iterdir()} == {"step-2", "step-3.tmp"}
+    assert [path.name for path in other.iterdir()] == ["file"]
 
 
 def test_the_only_checkpoint_stays_until_the_next_one_is_complete(tmp_path):

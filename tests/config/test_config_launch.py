@@ -383,14 +383,20 @@ def test_launch_from_environment():
         assert Launch.from_environment(4) == Launch(rank=5, local_rank=1, world_size=8, local_world_size=4, n_devices=4)
 
 
-WRONG_NUMBERS = [("RANK", "-1", 0), ("LOCAL_RANK", "1.0", 0), ("WORLD_SIZE", "two", 1), ("LOCAL_WORLD_SIZE", "0", 1)]
+WRONG_NUMBERS = [
+    ("RANK", "-1", ">= 0 and <= 1"),
+    ("RANK", "2", ">= 0 and <= 1"),
+    ("LOCAL_RANK", "1.0", ">= 0"),
+    ("WORLD_SIZE", "two", ">= 1"),
+    ("LOCAL_WORLD_SIZE", "0", ">= 1"),
+]
 
 
-@pytest.mark.parametrize(("name", "value", "least"), WRONG_NUMBERS)
-def test_wrong_torchrun_environment(name: str, value: str, least: int):
-    with patch.dict(os.environ, {name: value}, clear=True):
+@pytest.mark.parametrize(("name", "value", "limits"), WRONG_NUMBERS)
+def test_wrong_torchrun_environment(name: str, value: str, limits: str):
+    with patch.dict(os.environ, {"WORLD_SIZE": "2", name: value}, clear=True):
         lines = problems(lambda: Launch.from_environment(0))
-    assert lines == [f'environment: {name} = "{value}": expected an integer >= {least}']
+    assert lines == [f'environment: {name} = "{value}": expected an integer {limits}']
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -47,6 +47,14 @@ REJECTED = [
     ({EXPERTS: 8, IMBALANCE: 1.5}, {IMBALANCE: "read only when parallelism.expert_parallel_degree is above 1"}),
     ({EXPERTS: 8, EXPERT: 2, IMBALANCE: 2.5}, {IMBALANCE: "expected at most 2, with which a rank receives all"}),
     ({EXPERTS: 8, PER_TOKEN: 6, EXPERT: 4, IMBALANCE: 2.0}, {IMBALANCE: "expected at most 1.333, with which a rank"}),
+    # checkpoints, and the scaling of the rotary embedding
+    *(({f"checkpoint.{key}": value}, {f"checkpoint.{key}": "read only when checkpoint.enable is true"})
+      for key, value in {"load_step": 3, "interval": 5, "keep_latest_k": 0, "folder": "x", "async_mode": "async",
+                         "on_corrupt": "previous", "on_error": "continue"}.items()),
+    *(({f"model.rope_{key}": value}, {f"model.rope_{key}": "read only when model.rope_scaling_factor is above 1"})
+      for key, value in {"scaling_type": "yarn", "low_freq_factor": 2.0, "high_freq_factor": 8.0, "beta_fast": 9.0,
+                         "beta_slow": 2.0, "attention_factor": 1.5, "original_seq_len": 9,
+                         "yarn_truncate": False}.items()),
     # replica groups
     ({REPLICA_GROUPS: 2}, {REPLICA_GROUPS: "read only when fault_tolerance.enable is true"}),
     ({REPLICAS: True}, {REPLICA_GROUPS: "expected 2 to 1024 replica groups"}),
@@ -445,7 +453,7 @@ ACCEPTED = {
     "gradient accumulation": {GLOBAL_BATCH: 64},
     "schedule longer than the run": {STEPS: 5, TOTAL_STEPS: 9},
     "warmup longer than the run": {STEPS: 5, "lr_scheduler.warmup_steps": 9},
-    "rope factors that are not read": {ROPE_LOW: 9.0, ROPE_SLOW: 99.0},
+    "rope factors that are turned off": {ROPE_SCALING: 1.0, ROPE_LOW: 9.0, ROPE_SLOW: 99.0},
     "rope factors of another type": {ROPE_SCALING: 2.0, ROPE_TYPE: "linear", ROPE_LOW: 9.0, ROPE_SLOW: 99.0},
     "heads of any width": {DIM: 100, HEAD_DIM: 6},
     "window longer than the sequence": {WINDOW: 1 << 30},

@@ -2,6 +2,7 @@
 """One option at a time, files, arguments and names of configs, and the programs that print options."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -207,6 +208,12 @@ WRONG_VALUES = {
     'one of "fail", "continue"': ['checkpoint.on_error = "ignore"'],
     'one of "auto", "float32", "bfloat16", "float16"': ['checkpoint.export_dtype = "float64"'],
 }
+HINTS = {
+    'training.mixed_precision_reduce = "fp32"': "float32", 'training.mixed_precision_param = "fp16"': "float16",
+    'optimizer.name = "adamw"': "AdamW", 'parallelism.pipeline_parallel_schedule = "1f1b"': "1F1B",
+    'parallelism.pipeline_parallel_schedule = "ZeroBubble"': "ZBVZeroBubble",
+    'model.flavor = "llama3"': "llama3_1b or llama3_3b or llama3_8b", 'model.attention_bias = "q"': "qkv",
+}
 # fmt: on
 
 
@@ -216,7 +223,8 @@ WRONG_VALUES = {
 )
 def test_wrong_value(tmp_path: Path, assignment: str, expected: str):
     lines = problems(lambda: load(tmp_path, assignment))
-    assert lines == [f"{tmp_path / 'run.toml'}: {assignment}: expected {expected}"]
+    hint = HINTS.get(assignment, "")
+    assert lines == [f"{tmp_path / 'run.toml'}: {assignment}: expected {expected}{hint and f'; did you mean {hint}?'}"]
 
 
 def test_wrong_values_cover_every_option():
@@ -271,7 +279,7 @@ RIGHT_VALUES = [  # at the edge of what is allowed
     'parallelism.fsdp_reshard_after_forward = "default"', "parallelism.tensor_parallel_degree = 1",
     "parallelism.pipeline_parallel_stages_per_rank = -1", "parallelism.pipeline_parallel_microbatch_size = 1",
     "parallelism.context_parallel_degree = 1", "parallelism.module_fqns_per_model_part = []",
-    "checkpoint.keep_latest_k = 0", "validation.fraction = 0.0", "profiling.profile_freq = 4",
+    "comm.trace_buf_size = 0", "validation.fraction = 0.0", "profiling.profile_freq = 4",
     "comm.trace_buf_size = 0", "debug.seed = 0", "debug.seed = 0x7fffffffffffffff", "training.gc_freq = 1",
     "training.loss_chunks = 1", 'training.mixed_precision_param = "float16"', 'optimizer.state_dtype = "int8"',
     'optimizer.state_dtype = "bfloat16"', "parallelism.fsdp_forward_prefetch = 0",
@@ -338,8 +346,7 @@ WRONG_INPUT = [
      "CLI: --steps=3: expected --section.key=value", "CLI: --.steps=3: expected --section.key=value",
      "CLI: --: expected --section.key=value", "CLI: --training=3: expected --section.key=value",
      "CLI: -training.steps=3: expected --section.key=value"]),
-    ("", ("--training.steps", "3"), ["CLI: expected one config, got FILE 3; USAGE",
-     "CLI: --training.steps: expected a value; write --training.steps=VALUE"]),
+    ("", ("--training.shuffle", "3"), ["CLI: expected one config, got FILE 3; USAGE"]),
     ("", ("--optimizer.lr", "--job.dump_folder", "--training.dataset", "--checkpoint.load_step"),
      ["CLI: --optimizer.lr: expected a value; write --optimizer.lr=VALUE",
      "CLI: --job.dump_folder: expected a value; write --job.dump_folder=VALUE",
@@ -397,6 +404,22 @@ WRONG_INPUT = [
     ("training steps", ("--training.steps=0",),
      ["FILE: not valid TOML: Expected '=' after a key in a key/value pair (at line 1, column 10)"]),
     ("training = 3\nlr_scheduler.total_steps = 5", (), ["FILE: training = 3: expected a section, written [training]"]),
+    # values that are spelled alike
+    ("", ("--model.flavor=llama3-8b", "--training.mixed_precision_param=bf16", "--optimizer.name=adamw"),
+     ["CLI: model.flavor = \"llama3-8b\": expected one of FLAVORS; did you mean llama3_8b?",
+      'CLI: training.mixed_precision_param = "bf16": expected one of "auto", "bfloat16", "float32", "float64", '
+      '"float16"; did you mean bfloat16?',
+      'CLI: optimizer.name = "adamw": expected one of "AdamW", "Adam", "Muon"; did you mean AdamW?']),
+    ("", ("--lora.r=8",), ["CLI: --lora.r=8: an unknown section; --help lists every option"]),
+    # a number from which another one beyond its bound follows
+    ("", ("--model.dim=1099511627776",),
+     ["CLI: model.dim = 1099511627776: expected an integer >= 1 and <= 2147483647"]),
+    ("[model.mla]\nkv_lora_rank = 4\nqk_nope_head_dim = 2147483647", ("--training.seqlen=3",),
+     ["CLI: training.seqlen = 3: unknown key; did you mean training.seq_len?",
+      "FILE: model.head_dim = 2147483711: expected -1, or an integer >= 1 and <= 2147483647"]),
+    # a value after a space
+    ("", ("--optimizer.lr", "-1", "--checkpoint.enable", "false", "--training.steps", "0"),
+     ["CLI: training.steps = 0: expected an integer >= 1", "CLI: optimizer.lr = -1: expected a finite number > 0"]),
     # a second line in an argument is not dropped
     ("", ("--training.steps=5\nx = 3",), [r'CLI: training.steps = "5\nx = 3": expected an integer >= 1']),
 ]
@@ -407,7 +430,8 @@ WRONG_INPUT = [
     ("toml", "arguments", "lines"), [pytest.param(*case, id=" ".join((case[0], *case[1]))) for case in WRONG_INPUT]
 )
 def test_wrong_input(tmp_path: Path, toml: str, arguments: tuple[str, ...], lines: list[str]):
-    names = {"FILE": str(tmp_path / "run.toml"), "USAGE": config.USAGE, "CLI: ": "command line: "}
+    names = {"FLAVORS": ", ".join(f'"{name}"' for name in (*SIZES, "from_hf"))}
+    names |= {"FILE": str(tmp_path / "run.toml"), "USAGE": config.USAGE, "CLI: ": "command line: "}
     for name, text in names.items():
         lines = [line.replace(name, text) for line in lines]
     assert problems(lambda: load(tmp_path, toml, *arguments)) == lines
@@ -427,6 +451,8 @@ WRONG_FILES = {
     "directory": (["FOLDER"], "FOLDER: cannot be read: Is a directory"),
     "not UTF-8": (["./latin1"], "latin1: not valid TOML: 'utf-8' codec can't decode byte 0xe9 in position 2: invalid "
                                 "continuation byte"),
+    "not TOML": (["run.yml"], "run.yml: not valid TOML: Expected '=' after a key in a key/value pair "
+                              "(at line 1, column 6)"),
     "name like others": (["debug_xp"], f"debug_xp: {UNKNOWN} debug_tp or debug_pp or debug_cp? "
                                        "A path needs a folder or .toml"),
     "name of a file here": (["latin1"], f"latin1: {UNKNOWN} one of SHIPPED? A path needs a folder or .toml"),
@@ -439,6 +465,7 @@ def test_wrong_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "latin1").write_bytes(b"# \xe9\n")
     (tmp_path / "run.toml").touch()
+    (tmp_path / "run.yml").write_text("model: 3")
     shipped = ", ".join(sorted(path.stem for path in (ROOT / "configs").rglob("*.toml")))
     for name, text in {"FOLDER": str(tmp_path), "USAGE": config.USAGE, "SHIPPED": shipped}.items():
         arguments, line = [argument.replace(name, text) for argument in arguments], line.replace(name, text)
@@ -648,6 +675,11 @@ HELP = {
 
 
 MAY_DIFFER_BETWEEN_NODES = {"model.hf_assets_path", "training.dataset_path", "training.cache_folder"}
+
+
+def test_help_of_a_section():
+    assert re.findall(r"^\[(.*)\]", help_text(["--help", "model"]), re.M) == ["model", "model.moe", "model.mla"]
+    assert help_text(["debug", "--help"]) == help_text()  # a config, and not the section of its name
 
 
 def test_help_names_every_option_with_its_type_bounds_default_and_meaning():

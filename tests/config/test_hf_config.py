@@ -11,11 +11,16 @@ from typing import Any
 import pytest
 
 from tests.helpers.config import FLAVOR, LAYERS, ROOT, WINDOW, load, problems
+from titanlite.checkpoint.initial_weights import is_hugging_face
 from titanlite.config.hf.config_json import hf_config, model_options
 from titanlite.config.hf.families import FAMILIES
 from titanlite.config.hf.values import LARGEST_FILE
 from titanlite.config.model_sizes import SIZES
 from titanlite.config.schema import Model, Moe
+from titanlite.data.open import build_tokenizer
+from titanlite.hf.config_files import model_of
+from titanlite.launch.cli import run_command
+from titanlite.tools.generate.folder import open_folder
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -204,7 +209,8 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
                              "n_kv_heads": 4, "head_dim": 16, "norm_eps": 1e-6, "qk_norm": True, "ffn_dim": 96}),
     "qwen3_moe, hub":      ({**QWEN3_MOE, "head_dim": 32, "norm_topk_prob": True, "decoder_sparse_step": 2,
                              "mlp_only_layers": [0, 1], "max_window_layers": 48, "use_sliding_window": False,
-                             "sliding_window": None, "attention_bias": True, "num_key_value_heads": 2},
+                             "sliding_window": None, "attention_bias": True, "num_key_value_heads": 2,
+                             "num_hidden_layers": 4},
                             {"moe": {"n_experts": 8, "n_experts_per_token": 2, "expert_dim": 24, "every_n_layers": 2,
                                      "n_first_dense_layers": 2, "normalize_scores": True},
                              "n_kv_heads": 2, "head_dim": 32, "attention_bias": "all", "sliding_window": 0}),
@@ -378,7 +384,7 @@ REJECTED: list[tuple[Any, list[str]]] = [
     ({**LLAMA, "model_type": "\n\u001b[2J", "rope_parameters": {"alibi": ["x"] * 9 + [{}]}},
      [r'model_type = "\n\u001b[2J": unsupported: it has other positions than rotary and learned ones (alibi)']),
     ({**LLAMA, "model_type": ["llama"]}, [f"model_type = a list: {ONE_OF}"]),
-    ({"model_type": "llama"}, [f"{key} is missing: {INTEGER}" for key in (
+    ({"model_type": "llama"}, [f"{key} is missing: expected an integer from 1 to" for key in (
         "hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size")]),
     ({**LLAMA, "hidden_act": "gelu"}, ['hidden_act = "gelu": expected "silu"; the feed-forward layer is SwiGLU']),
     ({**LLAMA, "partial_rotary_factor": 0.5}, ["partial_rotary_factor = 0.5: expected 1; all channels are rotated"]),
@@ -389,7 +395,9 @@ REJECTED: list[tuple[Any, list[str]]] = [
     # wrong types, and numbers that no model has
     ({**LLAMA, "hidden_size": "64"}, [f'hidden_size = "64": {INTEGER}']),
     ({**LLAMA, "hidden_size": 64.0}, [f"hidden_size = 64.0: {INTEGER}"]),
-    ({**LLAMA, "num_hidden_layers": True}, [f"num_hidden_layers = true: {INTEGER}"]),
+    ({**LLAMA, "num_hidden_layers": True}, ["num_hidden_layers = true: expected an integer from 1 to 4096"]),
+    *(({**LLAMA, "num_hidden_layers": n}, [f"num_hidden_layers = {n}: expected an integer from 1 to 4096"])
+      for n in (4097, 2**31 - 1, 2**31)),
     ({**LLAMA, "vocab_size": 10**30}, [f"vocab_size = {10**30}: {INTEGER}"]),
     ({**LLAMA, "intermediate_size": -1}, [f"intermediate_size = -1: {INTEGER}"]),
     ({**LLAMA, "num_key_value_heads": 0}, [f"num_key_value_heads = 0: {INTEGER}"]),
@@ -426,7 +434,8 @@ REJECTED: list[tuple[Any, list[str]]] = [
         "num_local_experts", "num_experts_per_tok")]),
     ({**QWEN3_MOE, "num_experts": 0}, [f"num_experts = 0: {INTEGER}"]),
     ({**OLMOE, "hidden_size": "64", "head_dim": 16}, [f'hidden_size = "64": {INTEGER}']),
-    ({**QWEN3, "num_hidden_layers": None, "layer_types": FULL}, [f"num_hidden_layers = null: {INTEGER}"]),
+    ({**QWEN3, "num_hidden_layers": None, "layer_types": FULL},
+     ["num_hidden_layers = null: expected an integer from 1 to 4096"]),
     ({**DEEPSEEK, "num_attention_heads": 0}, [f"num_attention_heads = 0: {INTEGER}"]),
     ({**DEEPSEEK, "n_routed_experts": 0}, [f"n_routed_experts = 0: {INTEGER}"]),
     ({**DEEPSEEK, "n_group": 0, "topk_group": 4}, [f"n_group = 0: {INTEGER}"]),
@@ -551,8 +560,9 @@ UNSUPPORTED = {
     "falcon": "attention beside the feed-forward layer (parallel_attn)",
     "mamba": "layers without attention (state_size)",
     "nemotron": "another activation than silu and gelu (hidden_act)",
-    "qwen2_moe": "gated shared experts (shared_expert_intermediate_size), experts (num_experts)",
+    "qwen2_moe": "gated shared experts (shared_expert_intermediate_size)",
     "qwen3_next": "layers without attention (linear_conv_kernel_dim), gated shared experts",
+    "deepseek_v4": "attention to tokens that an indexer chooses (index_topk), several residual streams (hc_mult)",
     "t5": "an encoder (is_encoder_decoder)",
     "qwen2_vl": "inputs besides text (vision_config)",
 }
@@ -620,6 +630,49 @@ def test_what_is_no_file_is_one_line(tmp_path: Path, kind: str):
 
 
 # flavor = "from_hf" --------------------------------------------------------------------------------------------------
+
+
+def test_a_name_of_the_hub_is_answered_with_the_command_that_downloads_it(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    hint = (
+        "; if it is a model of the hub: hf download meta-llama/Llama-3.1-8B --local-dir assets/Llama-3.1-8B, and name"
+    )
+    place = "meta-llama/Llama-3.1-8B"
+    (tmp_path / "here").mkdir()
+    lines = problems(lambda: load(tmp_path, {FLAVOR: "from_hf", ASSETS: place}))
+    assert lines == [f"{place}/config.json: no such file{hint} that folder"]
+    for read in (is_hugging_face, open_folder, lambda path: build_tokenizer(str(path))):
+        assert hint in problems(lambda read=read: read(Path(place)))[0]
+    assert hint not in problems(lambda: load(tmp_path, {FLAVOR: "from_hf", ASSETS: "here/model"}))[0]
+
+
+def test_a_model_larger_than_its_weights_or_that_no_run_can_have_is_one_line(tmp_path: Path):
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 10_000)
+    file = write(tmp_path, {**LLAMA, "vocab_size": 2**31 - 1}) / "config.json"
+    assert [line.partition(", and")[0] for line in problems(lambda: model_of(tmp_path))] == [
+        f"{file}: its model has {2 * 64 * (2**31 - 1) + 104_896} parameters"
+    ]
+    write(tmp_path, {**DEEPSEEK, "qk_nope_head_dim": 2**31 - 1})
+    assert problems(lambda: model_of(tmp_path))[0].startswith(f"{file}: model.head_dim = 2147483")
+    write(tmp_path, {**LLAMA, "num_key_value_heads": 3})
+    assert problems(lambda: model_of(tmp_path))[0].startswith(f"{file}: model.n_kv_heads = 3")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(f"{name} run.toml" for name in ("config", "plan", "tokenize", "parity")),
+        "generate . x",
+        "eval . --dataset json",
+    ],
+)
+def test_a_number_beyond_its_bound_is_one_line_of_every_command(command: str, tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(write(tmp_path, {**LLAMA, "num_hidden_layers": 2**31}))
+    (tmp_path / "run.toml").write_text('[model]\nflavor = "from_hf"\nhf_assets_path = "."')
+    name, *arguments = command.split()
+    assert run_command(name, arguments) == 2
+    problem = "config.json: num_hidden_layers = 2147483648: expected an integer from 1 to 4096"
+    assert capsys.readouterr().err == f"error: {problem}\n"
 
 
 def test_flavor_from_hf(tmp_path: Path):

@@ -10,7 +10,7 @@ import torch
 from tests.helpers.config import problems
 from titanlite import config
 from titanlite.config.schema import Model
-from titanlite.model import rope_table
+from titanlite.rope import rope_table
 
 LONG = {"rope_scaling_type": "longrope", "rope_scaling_factor": 2.0, "rope_original_seq_len": 64}
 PAIRS = [1.0] * 8
@@ -76,6 +76,12 @@ def load(folder: Path, model: dict[str, Any], **sections: dict[str, Any]) -> con
 def test_rejected(tmp_path: Path, model: dict[str, Any], sections: dict[str, Any], expected: str):
     (line,) = problems(lambda: load(tmp_path, model, **sections))
     assert line.partition(": ")[2].startswith(expected), line
+
+
+def test_options_of_a_scaling_that_some_layers_have_are_read(tmp_path: Path):
+    model = {"rope_beta_slow": 9.0, "layer_pattern": [{}, {"rope_scaling_factor": 2.0}]}
+    assert load(tmp_path, model).config.model.rope_beta_slow == 9
+    assert load(tmp_path, {"llama4_scaling_beta": 0.1, "rope_original_seq_len": 4096}).config.model.rope_theta
 
 
 def test_longrope_has_as_many_factors_as_each_layer_has_pairs(tmp_path: Path):

@@ -47,6 +47,18 @@ def test_built_in_text_is_packed_and_split(tmp_path):
     assert without[0].tokens[:].tolist() == sequences.tokens[:].tolist(), "validation must not change the training data"
     line = rejection(lambda: open_sequences(tmp_path, {"fraction": 1e-6}))
     assert line.startswith("validation.fraction = 1e-06: selects no document")
+    shown = float(line.partition("set it to ")[2].partition(" or higher")[0])
+    assert open_sequences(tmp_path, {"fraction": shown})[1].n_sequences > 0, "the hint helps"
+
+
+@pytest.mark.parametrize("sample_by", ["document", "line"])
+def test_the_hint_for_one_document_is_not_a_larger_fraction(tmp_path, sample_by):
+    file = write(tmp_path / "a.txt", ["one document " * 9])
+    options = {"dataset": "text", "dataset_path": str(file), "text_sample_by": sample_by}
+    line = rejection(lambda: open_sequences(tmp_path, {"fraction": 0.99}, **options))
+    assert ("training.text_sample_by" in line) == (sample_by == "document")
+    assert "or higher" not in line
+    assert "validation.dataset_path" in line
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -1,18 +1,26 @@
 """Documents of text, JSON lines and parquet files and of the Hugging Face hub, and their errors."""
 
+import bz2
+import dataclasses
+import gzip
 import json
+import lzma
 import os
+import pickle
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow
 import pytest
 
 from tests.helpers.data import open_stream, rejection, rejections, source, texts_of, write
 from titanlite.config.errors import TrainingError
 from titanlite.data import documents
+from titanlite.data.files import files_of, read_rows, segment_of
 
 pytestmark = pytest.mark.usefixtures("offline")
 
@@ -195,3 +203,102 @@ def test_a_footer_at_which_pyarrow_ends_its_process_is_rejected(tmp_path):
         assert line.startswith(problem)
     path.write_bytes(good)
     assert list(documents.survivors([path])) == [path]
+
+
+def listed(capsys: pytest.CaptureFixture[str], dataset: str, path: Path, **options: Any) -> tuple[list[str], str]:
+    """Return the texts of a path, and the line that says which files it stands for."""
+    texts = texts_of(dataset, path, **options)
+    return texts, capsys.readouterr().out.partition(": reads ")[2].rstrip()
+
+
+def test_hidden_files_and_folders_are_left_out(tmp_path, capsys):
+    for name in ("a.txt", ".ipynb_checkpoints/a-checkpoint.txt", "__MACOSX/._a.txt", ".a.txt"):
+        write(tmp_path / ".data" / name, [name])
+    texts, line = listed(capsys, "text", tmp_path / ".data")
+    assert texts == ["a.txt"]
+    hidden = ".a.txt, .ipynb_checkpoints/a-checkpoint.txt, __MACOSX/._a.txt"
+    assert line == f"1: a.txt; left out as hidden: 3: {hidden}"
+    assert texts_of("text", tmp_path / ".data" / ".a.txt") == [".a.txt"]
+
+
+@pytest.mark.parametrize("end", ["gz", "GZ", "bz2", "xz", "zst"])
+def test_suffixes_of_every_case_and_compression_are_read(tmp_path, capsys, end):
+    pack = {"bz2": bz2.compress, "xz": lzma.compress, "zst": zstd}.get(end, gzip.compress)
+    (tmp_path / "A.TXT").write_text("one")
+    (tmp_path / f"b.txt.{end}").write_bytes(pack(b"tw") + pack(b"o"))
+    (tmp_path / f"A.TXT.{end}").write_bytes(pack(b"one"))
+    write(tmp_path / "c.md", ["no"])
+    texts, line = listed(capsys, "text", tmp_path)
+    assert texts == ["one", "two"]
+    left_out = f"left out as there uncompressed: 1: A.TXT.{end}; left out as not ending in .txt: 1: c.md"
+    assert line == f"2: A.TXT, b.txt.{end}; {left_out}"
+    lines = tmp_path / f"d.jsonl.{end}"
+    lines.write_bytes(pack(b'{"text": "three"}\n{"text": "four"}\n'))
+    assert texts_of("json", tmp_path) == ["three", "four"]
+    training = source("json", lines).training
+    segment = segment_of(training, lines)
+    first, second = read_rows(training, segment, ["text"])
+    assert list(read_rows(training, segment._replace(begin=first.end), ["text"])) == [second]
+
+
+def zstd(content: bytes) -> bytes:
+    return pyarrow.compress(content, codec="zstd", asbytes=True)
+
+
+SPLITS: dict[tuple[str, ...], tuple[str, str]] = {  # files: those that are read for training, and for validation
+    ("train", "test"): ("train", "test"),
+    ("train", "test", "dev"): ("train", "dev"),
+    ("train-00000", "validation-00000", "more"): ("more train-00000", "validation-00000"),
+    ("train/a", "val/a", "heldout/test_1"): ("train/a", "val/a"),
+    ("wiki.train", "wiki.valid"): ("wiki.train", "wiki.valid"),
+    ("TrainData", "testset"): ("TrainData", "testset"),
+    ("test/train", "test/heldout"): ("test/train", "test/heldout"),
+    ("a", "test"): ("a test", "a test"),
+    ("train", "latest", "developer", "evaluate_testimony"): (
+        "developer evaluate_testimony latest train",
+        "developer evaluate_testimony latest train",
+    ),
+}
+
+
+@pytest.mark.parametrize("pattern", ["", "**/*.jsonl"])
+@pytest.mark.parametrize("names", SPLITS, ids=" ".join)
+def test_splits_that_lie_together_are_not_mixed(tmp_path, capsys, names, pattern):
+    for name in names:
+        write(tmp_path / f"{name}.jsonl", [name])
+    for option, expected in zip(("training", "validation"), SPLITS[names], strict=True):
+        files = files_of(dataclasses.replace(source("json", tmp_path / pattern), path_option=f"{option}.dataset_path"))
+        assert [str(file.relative_to(tmp_path).with_suffix("")) for file in files] == expected.split()
+        n = len(names) - len(files)
+        assert (f"left out as of another split: {n}: " in capsys.readouterr().out) == (n > 0)
+    for name in names:
+        assert texts_of("json", tmp_path / f"{name}.jsonl") == [name]
+
+
+def test_linked_folders_are_named(tmp_path, capsys):
+    write(tmp_path / "elsewhere" / "a.txt", ["a"])
+    write(tmp_path / "data" / "b.txt", ["b"])
+    (tmp_path / "data" / "link").symlink_to(tmp_path / "elsewhere")
+    assert listed(capsys, "text", tmp_path / "data") == (["b"], "1: b.txt; left out as a linked folder: 1: link")
+
+
+NO_TEXT = {
+    "gzip": gzip.compress(gzip.compress(b"a")),
+    "PDF": b"%PDF-1.7\n%\xe2\xe3",
+    "zip": b"PK\3\4\x14\0",
+    "parquet": b"PAR1\x15\4",
+    "tar": bytes(257) + b"ustar",
+    "UTF-16": "text".encode("utf-16"),
+    "UTF-16 (iconv": "text, text".encode("utf-16-be"),
+    "zeros": bytes(99),
+    "a pointer of Git LFS": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+    "a pickle": pickle.dumps(["a"]),
+}
+
+
+@pytest.mark.parametrize("kind", NO_TEXT)
+def test_what_is_no_text_is_named_by_what_it_is(tmp_path, kind):
+    (tmp_path / "a.txt").write_bytes(NO_TEXT[kind])
+    for sample_by in ("document", "line"):
+        for line in rejections("text", tmp_path, text_sample_by=sample_by):
+            assert f"{tmp_path}/a.txt: expected text in UTF-8, found {kind}" in line

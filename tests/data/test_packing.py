@@ -122,13 +122,11 @@ def test_document_positions_of_packed_sequences():
     check_document_positions(["", "", "", "abc", "", "d" * 3 * T], T)
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"bos_token": None}, {"bos_token": "</s>"}], ids=["BOS and EOS", "EOS alone", "one token"]
-)
-def test_document_positions_by_other_special_tokens(assets, settings):
+@pytest.mark.parametrize(("prefix", "eos"), [([0], "</s>"), ([], "</s>"), ([0], "<s>"), ([2, 0], "</s>")], ids=str)
+def test_document_positions_by_other_special_tokens(assets, prefix, eos):
     """No empty documents: where one token is both BOS and EOS, nothing tells the BOS of an empty one from an EOS."""
-    tokenizer = assets.open(**{"eos_token": "</s>"} | settings)
-    assert (tokenizer.bos == tokenizer.eos) == (settings.get("bos_token") == "</s>")
+    tokenizer = assets.open(eos_token=eos)
+    tokenizer.prefix = prefix
     for seq_len in (1, 2, 7, T):
         check_document_positions(NOT_EMPTY, seq_len, tokenizer)
 
@@ -152,7 +150,8 @@ def test_broken_positions_fail(monkeypatch, broken):
 
 
 def test_bos_taken_for_eos_fails(monkeypatch, assets):
-    tokenizer, real = assets.open(bos_token="</s>", eos_token="</s>"), packing.split_sequence
+    tokenizer, real = assets.open(eos_token="<s>"), packing.split_sequence
+    assert tokenizer.bos == tokenizer.eos
     eos_alone = SimpleNamespace(bos=None, eos=tokenizer.eos)
     monkeypatch.setattr(packing, "split_sequence", lambda tokens, _: real(tokens, eos_alone))
     with pytest.raises(AssertionError, match="other positions"):

@@ -7,11 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
+from tokenizers import Tokenizer, processors
 
 from tests.helpers.data import BYTES, built_in_texts, flat, open_stream, rejection, source, write
 from titanlite.data import hf_tokenizer
 from titanlite.data.hf_tokenizer import HuggingFaceTokenizer
 from titanlite.data.open import build_tokenizer, open_cache
+from titanlite.data.text import encode_prompts
 from titanlite.data.tokenizer import ByteTokenizer
 
 TEXTS = ["Hello, world", "", "naïve — 東京 🎉", "line\nline\r\n\ttab\0", "\ud800 broken"]
@@ -27,8 +30,6 @@ def test_bytes_there_and_back():
 
 
 def test_token_ids_are_those_of_the_tokenizers_library(assets):
-    from tokenizers import Tokenizer
-
     tokenizer, theirs = build_tokenizer(str(assets.file)), Tokenizer.from_file(str(assets.file))
     texts = [*TEXTS[:-1], *built_in_texts()[10:20]]
     for text, tokens in zip(texts, tokenizer.encode(texts), strict=True):
@@ -39,21 +40,30 @@ def test_token_ids_are_those_of_the_tokenizers_library(assets):
     assert assets.open().identity == tokenizer.identity, "a folder is as good as its file"
 
 
+@pytest.mark.parametrize("processor", ["<s> $A", "$A", "$A </s>", "<stop> <s> $A <stop>", "<s> $A </s> </s>"])
 @pytest.mark.parametrize(
-    ("settings", "bos", "eos"),
+    ("settings", "eos"),
     [
-        ({}, 0, 1),
-        ({"eos_token": "<stop>"}, 0, 2),
-        ({"bos_token": "<stop>", "eos_token": "</s>"}, 2, 1),
-        ({"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": {"content": "<stop>"}}, 0, 2),
-        ({"bos_token": None, "eos_token": None}, None, 1),
+        ({}, 1),
+        ({"eos_token": "<stop>"}, 2),
+        ({"eos_token": {"__type": "AddedToken", "content": "<stop>"}}, 2),
+        ({"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": False}, 1),
+        ({"bos_token": "<stop>", "eos_token": "<stop>", "add_bos_token": True, "add_eos_token": True}, 2),
+        ({"bos_token": None, "eos_token": None}, 1),
     ],
 )
-def test_special_tokens(assets, settings, bos, eos):
-    plain, tokenizer = assets.open(), assets.open(**settings)
-    assert (tokenizer.bos, tokenizer.eos) == (bos, eos)
-    assert (tokenizer.identity == plain.identity) == (not settings)
-    assert flat(["a"], tokenizer) == [*([] if bos is None else [bos]), *tokenizer.encode(["a"])[0], eos]
+def test_a_text_has_the_special_tokens_that_transformers_adds(assets, processor, settings, eos):
+    ids = {"<s>": 0, "</s>": 1, "<stop>": 2}
+    special = [(token, number) for token, number in ids.items() if token in processor]
+    theirs = Tokenizer.from_str(assets.file.read_text())
+    theirs.post_processor = processors.TemplateProcessing(single=processor, special_tokens=special)
+    theirs.save(str(assets.file))
+    tokenizer = assets.open(**settings)
+    expected = transformers.AutoTokenizer.from_pretrained(assets.folder)("a")["input_ids"]
+    assert encode_prompts(tokenizer, ["a"]) == [expected]
+    assert flat(["a"], tokenizer) == (expected if expected[-1] == eos else [*expected, eos])
+    assert (tokenizer.bos, tokenizer.eos) == (expected[0] if expected[0] in ids.values() else None, eos)
+    assert (tokenizer.identity == assets.open().identity) == (eos == 1)
 
 
 def test_text_cannot_end_its_document(assets):
@@ -65,8 +75,6 @@ def test_text_cannot_end_its_document(assets):
 
 def test_documents_are_neither_truncated_nor_padded(assets):
     """A tokenizer.json may ask for either; that is meant for the inputs of a sentence encoder."""
-    from tokenizers import Tokenizer
-
     texts = ["a long document, far longer than five tokens", "short"]
     expected = flat(texts, assets.open())
     theirs = Tokenizer.from_file(str(assets.file))
@@ -81,14 +89,13 @@ def test_unusable_tokenizers_are_rejected(assets):
     missing, content = assets.folder / "nowhere", assets.file.read_text()
     assert str(missing) in rejection(lambda: build_tokenizer(str(missing)))
     for key in ("bos_token", "eos_token"):
-        for token, shown in {"<nope>": "<nope>", "\ud800": r"\ud800"}.items():
-            line = rejection(lambda key=key, token=token: assets.open(**{key: token}))
-            assert f'{assets.settings} names {key} "{shown}", which the vocabulary lacks' in line
+        assert str(assets.file) in rejection(lambda key=key: assets.open(**{key: "\ud800"}))
+    assert assets.open(eos_token="<new>").eos == 400, "transformers gives a new token the next id"
+    (assets.folder / "gpt2").write_text("no folder of the hub")
+    assert "cannot be read as a tokenizer" in rejection(lambda: build_tokenizer(str(assets.folder / "gpt2")))
     for settings in ("{", "[1]"):
         assets.settings.write_text(settings)
         assert str(assets.file) in rejection(lambda: build_tokenizer(str(assets.folder)))
-    assets.file.write_text(content.replace("<s>", "<go>"))
-    assert assets.open().bos is None, "no BOS is fine"
     assets.file.write_text(content.replace("</s>", "<halt>"))
     line = rejection(assets.open)
     assert all(part in line for part in (str(assets.file), "<|end_of_text|>", str(assets.settings)))
@@ -101,7 +108,7 @@ def test_unusable_tokenizers_are_rejected(assets):
 
 def write_tokenizer(file: Path, **parts: Any) -> None:
     """Write a tokenizer of characters, or of another model."""
-    from tokenizers import Tokenizer, models
+    from tokenizers import models
 
     model = parts.pop("model", models.BPE({chr(i): i for i in range(97, 123)} | {"<s>": 0, "</s>": 1}, []))
     tokenizer = Tokenizer(model)
@@ -113,7 +120,7 @@ def write_tokenizer(file: Path, **parts: Any) -> None:
 def test_a_tokenizer_in_a_process_of_its_own_is_the_same(assets):
     own, theirs = assets.open(), build_tokenizer(str(assets.folder))
     assert isinstance(theirs, HuggingFaceTokenizer)
-    for name in ("bos", "eos", "vocab_size", "identity", "path"):
+    for name in ("prefix", "suffix", "bos", "eos", "vocab_size", "identity", "path"):
         assert getattr(own, name) == getattr(theirs, name)
     assert not hasattr(theirs, "tokenizer"), "it is in the other process"
     texts = TEXTS[:-1]

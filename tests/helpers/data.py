@@ -21,6 +21,7 @@ from titanlite.data.loader import Batch, Loader, SequenceShard
 from titanlite.data.packing import PackedSequences, Sequences
 from titanlite.data.source import Source
 from titanlite.data.tokenizer import ByteTokenizer, encode_documents
+from titanlite.loss import IGNORED
 from titanlite.techniques.data.streaming import StreamingSequences
 
 T = 16
@@ -53,6 +54,7 @@ class Code:
 
 def as_lists(sequence: packing.Sequence) -> Lists:
     inputs, targets, document_positions = sequence
+    targets = np.maximum(targets, IGNORED)  # as in a batch
     assert inputs.dtype == targets.dtype == document_positions.dtype == np.int64
     return inputs.tolist(), targets.tolist(), document_positions.tolist()
 
@@ -151,7 +153,7 @@ def open_loader(
 ) -> Loader:
     ranks = {"data_rank": data_rank, "data_parallel_degree": data_parallel_degree}
     shard = SequenceShard() if shard is None else shard
-    return Loader(sequences, training(**options), **ranks, shard=shard, pin=False, state=state)
+    return Loader(sequences, training(**options), **ranks, n_copies=1, shard=shard, pin=False, state=state)
 
 
 def _sequences_of(batches: list[Batch], local_batch_size: int) -> list[Lists]:

@@ -46,7 +46,7 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]
 @pytest.mark.parametrize("name", READ)
 def test_what_the_source_says_stays(name: str, tmp_path: Path):
     """The keys that differ describe the files: their dtype, layers that they lack, and code that is not copied."""
-    content = {**READ[name][0], **KEPT}
+    content = {"num_key_value_heads": 4, **READ[name][0], **KEPT}
     source = write(tmp_path, content)
     options = Model.model_validate(model_options(source))
     config, generation = config_files(options, source, max_seq_len=131072, **TOKENS)
@@ -88,7 +88,7 @@ CASES = [case for case in CASES if case[1] != "window" or READ[case[0]][0]["mode
 @pytest.mark.parametrize(("name", "change"), CASES)
 def test_what_the_run_changed_is_written(name: str, change: str, tmp_path: Path):
     """The new config.json, read again, is that of the model. It keeps the keys that have nothing to do with it."""
-    content = {**READ[name][0], **KEPT}
+    content = {"num_key_value_heads": 4, **READ[name][0], **KEPT}
     options = Model.model_validate(model_options(write(tmp_path, content))).model_copy(update=CHANGES[change])
     if change == "yarn" and options.rope_attention_factor == -1 and options.mla.mscale_all_dim:
         options = options.model_copy(update={"rope_attention_factor": yarn_magnitude(1, 2.0)})  # as -1 means
@@ -183,7 +183,7 @@ def test_an_exported_family_is_its_source(folder: Path, capsys):
     changed = {key: 0 for key in ("num_nextn_predict_layers",) if key in before and before[key] != 0}
     assert differences(before, after) == changed
     assert read(folder / "out", "generation_config.json") == read(folder / "hf", "generation_config.json")
-    line = f"config.json: that of {folder}/hf, but for {', '.join(changed) or 'nothing'}"
+    line = f"config.json: that of {folder}/hf{', except for ' if changed else ''}{', '.join(changed)}"
     assert capsys.readouterr().out.splitlines()[-1] == line
     hf, theirs = from_pretrained(folder / "out"), from_pretrained(folder / "hf")
     assert all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in hf.state_dict().items())

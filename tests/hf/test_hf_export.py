@@ -359,12 +359,20 @@ def test_the_command_copies_the_tokenizer_of_the_run(run_folder: Path, tmp_path:
     assert (hf.config.bos_token_id, hf.config.eos_token_id) == (tokenizer.bos, tokenizer.eos) == (0, 2)
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_rejected(run_folder: Path, tmp_path: Path, assets, capsys):
+def test_a_tokenizer_with_more_ids_than_rows_is_named_and_rejected_if_they_are_needed(
+    run_folder: Path, tmp_path: Path, assets, capsys
+):
     larger = json.loads(assets.file.read_text())
     larger["model"]["vocab"]["one more"] = VOCABULARY
     assets.file.write_text(json.dumps(larger))
-    assert command(run_folder / "checkpoint", tmp_path / "out", "--tokenizer", assets.folder) == 2
-    assert f"error: model.vocab_size = {VOCABULARY}: expected at least the {VOCABULARY + 1}" in capsys.readouterr().err
+    arguments = run_folder / "checkpoint", tmp_path / "out", "--tokenizer", assets.folder
+    assert command(*arguments) == 0
+    expected = f"{assets.folder}; the model has no rows for its 1 ids from {VOCABULARY} on\n"
+    assert f"tokenizer: {expected}" in capsys.readouterr().out
+    assets.settings.write_text(json.dumps({"eos_token": "one more"}))
+    assert command(*arguments) == 2
+    line = f'error: model.vocab_size = {VOCABULARY}: "EOS" has the token {VOCABULARY}: expected ids below {VOCABULARY}'
+    assert line in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from titanlite.hf.names import (
     tensor_shapes,
     to_hf,
 )
-from titanlite.model import apply_rotary_emb, rope_table
+from titanlite.rope import apply_rotary_emb, rope_table
 
 WQ, WV = "layers.0.attention.wq.weight", "layers.0.attention.wv.weight"
 

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -44,6 +45,25 @@ def test_an_unknown_command_is_one_line():
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: titanlite trian: unknown command; did you mean train?\n"
     assert "expected one of train, plan, calibrate, advise, parity, " in titanlite("abacus").stderr
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("can't start new thread"),
+        ImportError("x.so: failed to map segment from shared object"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_too_little_memory_is_one_line(error: Exception, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["titanlite", "plan", "debug"])
+    monkeypatch.setattr(cli, "run", mock.Mock(side_effect=error))
+    monkeypatch.setattr(cli, "exit_process", sys.exit)
+    with pytest.raises(SystemExit, match="1"):
+        cli.main()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: titanlite plan: out of memory: ")
 
 
 def test_config_prints_a_config_that_loads_to_the_same(tmp_path: Path):

@@ -4,6 +4,7 @@ import os
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from tests.test_train import SMALL
 from titanlite import config
 from titanlite.checkpoint.changed_options import changes
 from titanlite.config.loader import options_of, table_of, value_of
-from titanlite.launch import checked_config, launcher, process
+from titanlite.launch import checked_config, launcher, process, same_config
 from titanlite.launch.checked_config import CHECKED_CONFIG, load_for_rank
 from titanlite.launch.same_config import name_ranks, options_of_run, require_same
 
@@ -71,6 +72,38 @@ def test_versions_are_compared(ranks):
     other = {"torch": "2.0"}
     (problem,) = set(ranks(4).run(problem_of, options=[options_of_run(load()), options_of_run(load()) | other] * 2))
     assert ' on ranks 0, 2, "2.0" on ranks 1, 3; ' in problem
+
+
+def require_same_code(changed: list[dict[str, str]]) -> str:
+    """Return what is wrong with the files of the ranks, one of which has each change, as this rank finds it."""
+    files = {name: value for name, value in {**same_config.code(), **changed[dist.get_rank()]}.items() if value}
+    with mock.patch.object(same_config, "code", return_value=files):
+        return problem_of([options_of_run(load())] * len(changed))
+
+
+def test_ranks_with_other_code_are_named_with_its_files(ranks):
+    """One has edited a file, one lacks one, and one has one more. Of many files, the first are named."""
+    model, loss, new = "titanlite/model.py", "titanlite/loss.py", "titanlite/new.py"
+    changed = [{model: "m", loss: "l"}, {model: "0", loss: "l"}, {model: "m", loss: ""}, {model: "1", new: "2"}]
+    changed[3][loss] = "l"
+    (problem,) = set(ranks(4).run(require_same_code, changed=changed))
+    parts = [
+        f'{model} = "m" on ranks 0, 2, "0" on rank 1, "1" on rank 3',
+        f'{loss} = "l" on ranks 0-1, 3, unset on rank 2',
+    ]
+    parts.append(f'{new} = unset on ranks 0-2, "2" on rank 3')
+    expected = f"the code differs between ranks: {'; '.join(parts)}; start all nodes with the same code"
+    assert sorted(problem.split("; ")) == sorted(expected.split("; "))
+    changed = [{}, {}, {}, {f"titanlite/{number}.py": "0" for number in range(20)}]
+    (problem,) = set(ranks(4).run(require_same_code, changed=changed))
+    assert problem.count(".py = ") == 8
+    assert problem.endswith("; 12 more; start all nodes with the same code")
+
+
+def test_the_code_is_every_file_of_the_package():
+    files = {str(path.relative_to(ROOT)) for path in (ROOT / "titanlite").rglob("*.py")}
+    assert same_config.code().keys() == files
+    assert len(set(same_config.code().values())) == len({(ROOT / name).read_bytes() for name in files})
 
 
 def test_every_other_option_is_compared():
@@ -172,6 +205,13 @@ def test_a_checkpoint_with_no_valid_schedule_is_one_line(value):
     options = options_of_run(load())
     with pytest.raises(config.ConfigError, match=r"^the checkpoint's config: optimizer: lr: Input should be "):
         changes({**options, "optimizer.lr": value}, options, 3)
+
+
+def test_no_rate_is_shown_for_a_step_that_no_schedule_has():
+    options = options_of_run(load()) | {"lr_scheduler.total_steps": 5}
+    shorter = changes(options, options | {"lr_scheduler.total_steps": 3}, 3)
+    assert re.search(r"; the learning-rate schedule is computed anew: lr \S+ at step 3, it ends at step 3$", shorter)
+    assert "e-" in changes(options, options | {"lr_scheduler.total_steps": 4}, 3).partition("at step 3, ")[2]
 
 
 def test_a_long_value_is_not_shown_in_full():

@@ -1,7 +1,10 @@
 """Runs on two nodes: the same numbers as on one node, and how they end and resume when a node or the link fails."""
 
+import functools
 import json
 import os
+import re
+import shutil
 import signal
 import sys
 import time
@@ -10,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.launches import wait_until
-from tests.helpers.two_nodes import TwoNodes, reason_to_skip
+from tests.helpers.two_nodes import ROOT, TwoNodes, reason_to_skip
 from tests.test_train import SMALL, Runs, computed, read_metrics
 from titanlite.launch.process import children
 
@@ -164,6 +167,33 @@ def test_nodes_with_different_configs_do_not_train(tmp_path):
     values = ["0.01 on rank 0, 0.001 on rank 1", "0.001 on rank 0, 0.01 on rank 1"]  # a node's ranks have any numbers
     beginning, end = "error: the config differs between ranks: optimizer.lr =", "start all nodes with the same config"
     assert lines[0] in [f"{beginning} {value}; {end}" for value in values]
+    assert not (training.run / "metrics.jsonl").exists()
+
+
+@pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
+def test_nodes_with_different_code_do_not_train(tmp_path):
+    """The second node's clone has an edited file. One node says where rank 0 prints, as nothing else shows there."""
+    (tmp_path / "small.toml").write_text(SMALL.format(folder=tmp_path))
+    clone = tmp_path / "clone"
+    shutil.copytree(ROOT / "titanlite", clone / "titanlite")
+    with (clone / "titanlite" / "loss.py").open("a") as file:
+        file.write("# an edit\n")
+    with TwoNodes() as nodes:
+        training = Training(nodes, tmp_path, started=(0,))
+        training.nodes.start = functools.partial(nodes.start, PYTHONPATH=str(clone), PYTHONSAFEPATH="1")
+        training.join(1)
+        results = [(*launcher.communicate(timeout=90), launcher.returncode) for launcher in training.launchers]
+    assert [status for *_, status in results] == [2, 2], results
+    lines = [line for _, error, _ in results for line in error.splitlines()]
+    (error,) = [line for line in lines if line.startswith("error")]
+    assert re.fullmatch(
+        r'error: the code differs between ranks: titanlite/loss.py = "\w+" on rank 0, "\w+" on rank 1; start all nodes '
+        "with the same code",
+        error,
+    )
+    (silent,) = [line for line in lines if line.startswith("rank 0 is on ")]
+    assert silent.startswith("rank 0 is on 10.213.7.")
+    assert silent.endswith(f", and prints there; the lines of all ranks are in {training.run}/logs")
     assert not (training.run / "metrics.jsonl").exists()
 
 

@@ -20,8 +20,10 @@ from tests.helpers.cases import cases
 from tests.helpers.launches import ROOT
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Metrics
+from titanlite.files import appended_file
 from titanlite.files.appended_file import AppendedFile
-from titanlite.launch import progress
+from titanlite.files.durable import replace_file
+from titanlite.launch import process, progress
 from titanlite.metrics import logger as metrics
 from titanlite.metrics import out_of_memory
 
@@ -135,8 +137,8 @@ def test_training_goes_on_with_a_full_disk_and_no_step_is_lost(tmp_path, capsys,
         assert len(lines) == 4
 
 
-def test_what_a_disk_that_stays_full_loses_is_told(tmp_path, capsys):
-    os.symlink("/dev/full", tmp_path / "file")
+def test_what_a_disk_that_stays_full_loses_is_told(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(appended_file, "open_own", lambda path, flags: os.open("/dev/full", flags))
     file = AppendedFile(tmp_path / "file")
     for _ in range(3):
         file.append(b"12345")
@@ -233,6 +235,7 @@ OUT_OF_MEMORY = {
     "CUDA": (torch.OutOfMemoryError(OF_CUDA), ", where it tried to allocate 2.00 GiB"),
     "cuBLAS": (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), ""),
     "Python": (MemoryError(), ""),
+    "threads": (RuntimeError("can't start new thread"), ""),
     "system": (OSError(errno.ENOMEM, "Cannot allocate memory"), ""),
 }
 
@@ -285,3 +288,70 @@ def test_a_run_without_memory_ends_with_one_line(tmp_path):
     log = (tmp_path / "run" / "logs" / "rank-00000.log").read_text()
     assert log.endswith(f"{line}\n")
     assert "Traceback (most recent call last):" in log
+
+
+OTHERS = {
+    "link": lambda path, other: path.symlink_to(other),
+    "broken link": lambda path, other: path.symlink_to(other.with_name("nothing")),
+    "pipe": lambda path, other: os.mkfifo(path),
+    "pipe with a reader": lambda path, other: (os.mkfifo(path), os.open(path, os.O_RDONLY | os.O_NONBLOCK)),
+    "folder": lambda path, other: path.mkdir(),
+}
+
+
+@pytest.mark.parametrize("kind", [*OTHERS])
+def test_what_takes_the_place_of_a_file_while_running_is_not_written(kind, tmp_path, capsys):
+    """The records are kept, and written when it is gone."""
+    other, path = tmp_path / "other", tmp_path / "metrics.jsonl"
+    other.write_text("of others\n")
+    file = AppendedFile(path)
+    file.append(b"1\n")
+    path.unlink()
+    OTHERS[kind](path, other)
+    file.append(b"2\n")
+    assert f"{path} could not be written: " in capsys.readouterr().err
+    path.rmdir() if kind == "folder" else path.unlink()
+    file.append(b"3\n")
+    assert path.read_bytes() == b"2\n3\n"
+    assert {each.name for each in tmp_path.iterdir()} == {"other", "metrics.jsonl"}
+    assert other.read_text() == "of others\n"
+
+
+@pytest.mark.parametrize("kind", [*OTHERS])
+def test_what_takes_the_place_of_other_files_is_not_written(kind, tmp_path, monkeypatch):
+    """That of a new file before it gets its name, and a rank's lines."""
+    other = tmp_path / "other"
+    other.write_text("of others\n")
+    OTHERS[kind](tmp_path / "config.toml.tmp", other)
+    with pytest.raises(OSError, match=r"config\.toml\.tmp"):
+        replace_file(tmp_path / "config.toml", b"new")
+    monkeypatch.setattr(process, "log", 2)
+    OTHERS[kind](tmp_path / "rank-00000.log", other)
+    process.keep_log(str(tmp_path))
+    os.write(process.log, b"a line\n")
+    assert {each.name for each in tmp_path.iterdir()} <= {"other", "rank-00000.log", "config.toml.tmp"}
+    assert other.read_text() == "of others\n"
+
+
+def test_a_folder_that_is_replaced_while_running_is_not_written(tmp_path, capsys):
+    """As that of TensorBoard's events. The records are kept, and written when it is back."""
+    own, other = tmp_path / "own", tmp_path / "other"
+    other.mkdir()
+    file = AppendedFile(own / "events")
+    file.append(b"1")
+    own.rename(tmp_path / "moved")
+    own.symlink_to(other)
+    file.append(b"2")
+    assert "its folder is another one since the run has begun" in capsys.readouterr().err
+    assert [*other.iterdir()] == []
+    own.unlink()
+    (tmp_path / "moved").rename(own)
+    file.append(b"3")
+    assert (own / "events").read_bytes() == b"123"
+
+
+def test_a_pipe_in_the_place_of_the_metrics_is_not_read(tmp_path, capsys):
+    logger = metrics.MetricsLogger(tmp_path, Metrics(enable_tensorboard=False), steps=9, config="")
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    logger.remove_after(3)
+    assert "metrics.jsonl could not be written: expected a regular file" in capsys.readouterr().err

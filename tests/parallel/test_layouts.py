@@ -24,6 +24,7 @@ from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.config.stage_split import SPLIT_BACKWARD, V_SHAPED
 from titanlite.data import loader
 from titanlite.data.loader import Batch
+from titanlite.launch.process import Signals
 from titanlite.launch.process_group import set_timeout
 from titanlite.launch.watchdog import BACKSTOP_SECONDS
 from titanlite.parallel import activation_checkpoint, fsdp, mesh, parallelize, pipeline, tensor, tiles
@@ -31,6 +32,7 @@ from titanlite.tools.parity.compare import FLOAT64_TOLERANCE, differences, toler
 from titanlite.tools.parity.process_pool import RankError
 from titanlite.tools.parity.reference import RandomSequences, Trace, run_reference
 from titanlite.tools.parity.training_run import TrainingRun, run_layout
+from titanlite.train_step import sum_over_ranks
 
 TOLERANCE = FLOAT64_TOLERANCE
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -479,6 +481,23 @@ def test_the_largest_loss_is_of_a_rank_with_valid_targets(ranks, tmp_path):
     with first_tokens_only():
         reference = run_reference(job, CPU, steps=1)
     assert ranks(4).run(largest_loss, job=job) == pytest.approx([reference["step 1 loss"].item()] * 4, abs=TOLERANCE)
+
+
+def counts_of_a_step(job: config.Config) -> list[int]:
+    run = TrainingRun(job, CPU)
+    run.loader.next()
+    sums = sum_over_ranks(torch.zeros((), dtype=torch.float64), Signals(), *run.loader.step_counts)
+    run.loader.add(sums[3:].tolist())
+    run.loader.close()
+    return run.loader.counts.tolist()
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipeline", "context"])
+def test_positions_are_counted_once_whatever_ranks_share_them(ranks, tmp_path, axis):
+    job = resolve(tmp_path, 4, MODEL | {f"{axis}_parallel_degree": 2, "data_parallel_shard_degree": 2})
+    counts = ranks(4).run(counts_of_a_step, job=job)
+    assert counts == counts[:1] * 4, "ranks differ"
+    assert (counts[0][0], counts[0][2]) == (job.tokens_per_step, 0), "positions, padding"
 
 
 # Injected bugs -------------------------------------------------------------------------------------------------------

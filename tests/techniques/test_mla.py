@@ -54,7 +54,7 @@ from tests.test_model import (
     relative,
     section,
 )
-from titanlite import config, model
+from titanlite import config, rope
 from titanlite.build import meta_model
 from titanlite.checkpoint.export import model_options
 from titanlite.config.schema import Model, Parallelism, count_parameters, layer_parameters
@@ -375,13 +375,13 @@ def _factor_on_the_scores_is_missing() -> Any:
 
 def _rotary_embedding_of_all_channels() -> Any:
     """The frequencies are those of the full head_dim, of which the first ones are taken."""
-    real = model.rope_frequencies
+    real = rope.rope_frequencies
 
     def of_head_dim(options: Model, length: int) -> Tensor:
         plain = options.model_copy(update={"mla": options.mla.model_copy(update={"kv_lora_rank": 0})})
         return real(plain, length)[: options.mla.qk_rope_head_dim // 2]
 
-    return mock.patch.object(model, "rope_frequencies", of_head_dim)
+    return mock.patch.object(rope, "rope_frequencies", of_head_dim)
 
 
 @pytest.mark.parametrize(

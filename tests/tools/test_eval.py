@@ -176,7 +176,7 @@ def test_the_command_prints_the_loss(ranks, tmp_path: Path):
     build_hf("llama", **FAMILY).save_pretrained(tmp_path / "hf")
     file = write(tmp_path / "a.txt", some_texts(30))
     arguments = ["--dataset=text", f"--dataset-path={file}", "--tokenizer=bytes", f"--seq-len={SEQ_LEN}"]
-    arguments += [f"--training.cache_folder={tmp_path / 'cache'}", "--dtype=float64"]
+    arguments += ["--training.cache_folder", str(tmp_path / "cache"), "--dtype=float64"]
     status, output, errors = python("-m", "titanlite", "eval", str(tmp_path / "hf"), *arguments)
     assert status == 0, errors
     options = {"dataset": "text", "dataset_path": str(file), "seq_len": SEQ_LEN}
@@ -192,6 +192,7 @@ WRONG: dict[tuple[str, ...], str] = {
     ("--dataset=texts",): 'command line: training.dataset = "texts": expected one of "pydoc_topics"',
     ("--dataset=text", "--dataset-path=nowhere"): "no such file or folder",
     ("--dataset=pydoc_topics", "--split=test"): "training.dataset_split",
+    ("--dataset=pydoc_topics", "--training.loss_chunks", "0"): "training.loss_chunks = 0: expected -1, or an integer",
     ("--dataset=pydoc_topics", "--seq-len=0"): "--seq-len: 0: expected an integer >= 1",
     ("--dataset=pydoc_topics", "--optimizer.lr=1"): "command line: --optimizer.lr=1: expected one of --training.",
     ("--dataset=pydoc_topics", "more"): "command line: more: expected one of --training.",

@@ -267,7 +267,7 @@ def test_of_two_keys_with_one_meaning_the_one_counts_that_torchtitan_reads():
     assert row_of(seed, "training.seed").status == NOT_READ
 
 
-@pytest.mark.parametrize("key", ["training.batch_size", "experimental.pipeline_parallel_degree", "float8.emulate"])
+@pytest.mark.parametrize("key", ["training.batch_size", "experimental.pipeline_parallel_degree", "float8.scaling_type"])
 def test_a_key_from_before_0_2_is_unknown(key: str):
     assert row_of({key: 1}, key).status == UNKNOWN
 
@@ -396,6 +396,14 @@ def test_float8():
     assert "auto_filter_small_kn" in row_of(filtered, f"{section}.filter_fqns").note
     both = row_of({"model.converters": ["quantize.linear.float8", "quantize.grouped_mm.float8"]}, "model.converters")
     assert (both.status, both.matters, both.target) == (MISSING, True, "float8.enable = true")
+
+
+def test_float8_and_mxfp8_of_torchtitan_0_1():
+    for name, option in (("float8", "enable_fsdp_float8_all_gather"), ("mx", "recipe_name")):
+        later, value = f"quantize.linear.{name}", True if name == "float8" else "mxfp8_cublas"
+        old, new = {"model.converters": [name]}, {"model.converters": [later]}
+        assert config_of({**old, f"{name}.{option}": value}) == config_of({**new, f"{later}.{option}": value})
+        assert row_of(old, "model.converters").status != MISSING
 
 
 def test_mxfp8():

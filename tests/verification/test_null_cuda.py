@@ -202,7 +202,7 @@ def test_rotary_embeddings_load_each_number_without_a_mask(libraries: Path):
     script = """
 import torch
 from torch._inductor.utils import run_and_get_code
-from titanlite.model import apply_rotary_emb
+from titanlite.rope import apply_rotary_emb
 
 def forward_and_backward():
     y = torch.compile(apply_rotary_emb)(x, torch.empty(64, 64, 2, device="cuda"))

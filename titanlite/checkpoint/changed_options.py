@@ -8,18 +8,26 @@ from titanlite.config.schema import LRScheduler, Optimizer
 from titanlite.files.durable import parse
 from titanlite.optimizer import lr_factor
 
+OF_DATA = ("training.dataset", "training.text", "training.packing", "training.seq_len", "training.shuffle")
+OF_DATA += ("training.long", "training.streaming", "validation.dataset", "validation.fraction", "model.hf_assets_path")
+"""Beginnings of the options by which the data of a run differ."""
+
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> str:
-    """Return a line with the options that differ from a checkpoint's and, if the learning-rate schedule is another one,
-    the learning rates of `step`, the checkpoint's, and of the next one. Raises ConfigError if its schedule is not
-    valid."""
-    changed = differences(old, new)
-    values = ", ".join(f"{key} {shown(before)} -> {shown(after)}" for key, (before, after) in changed.items())
-    line = f"changed since the checkpoint: {values}"
-    if "optimizer.lr" in changed or any(key.startswith("lr_scheduler.") for key in changed):
-        line += f"; the learning-rate schedule is computed anew: lr {learning_rate(old, step):.3e} at step {step}, "
-        line += f"{learning_rate(new, step + 1):.3e} at step {step + 1}"
+    """Return a line with the options that differ from a checkpoint's and, if the schedule is another one, the learning
+    rates of `step`, by the checkpoint, and of the next one. Raises ConfigError if the checkpoint's is not valid."""
+    line = f"changed since the checkpoint: {listed(old, new)}"
+    if any(key == "optimizer.lr" or key.startswith("lr_scheduler.") for key in differences(old, new)):
+        before, last = learning_rate(old, step), new["lr_scheduler.total_steps"]
+        after = f"{learning_rate(new, step + 1):.3e} at step {step + 1}" if step < last else f"it ends at step {last}"
+        line += f"; the learning-rate schedule is computed anew: lr {before:.3e} at step {step}, {after}"
     return line
+
+
+def listed(old: Mapping[str, Any], new: Mapping[str, Any], begins: tuple[str, ...] = ("",)) -> str:
+    """Return the options with one of some beginnings that differ, with both values."""
+    changed = {key: values for key, values in differences(old, new).items() if key.startswith(begins)}
+    return ", ".join(f"{key} {shown(before)} -> {shown(after)}" for key, (before, after) in changed.items())
 
 
 def learning_rate(options: Mapping[str, Any], step: int) -> float:

@@ -23,12 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titanlite.checkpoint.changed_options import OF_DATA, listed
 from titanlite.checkpoint.files import write_file
 from titanlite.checkpoint.folder import (
     DAMAGED,
     DIVERGED,
     SET_ASIDE,
     SUSPECT,
+    TEMPORARY,
     UNCONFIRMED,
     CheckpointFolder,
     complete_steps,
@@ -100,25 +102,22 @@ class Checkpointer:
 
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         """Load the newest checkpoint into a model and its optimizer, and into the random generators if there are as
-        many ranks as when it was saved. Return the `state` that `save` got, with `step`; without one, None.
-
-        Raises:
-            ConfigError: if checkpoint.load_step is not the newest step, the identity differs, or the checkpoint is
-                damaged; with checkpoint.on_corrupt = "previous", if all are.
-        """
+        many ranks as when it was saved. Return the `state` that `save` got, with `step`; without one, None. Raises
+        ConfigError if checkpoint.load_step is not the newest step, the identity differs, or the checkpoint is damaged;
+        with checkpoint.on_corrupt = "previous", if all are."""
         names = self._from_rank0(self._names.to_resume)  # ranks must agree, even if they see the folder differently
         steps = [state_of(Path(name))[0] for name in names]
         if self.checkpoint.load_step not in (-1, *steps[-1:]):
             problem = f"checkpoint.load_step = {self.checkpoint.load_step}: expected the newest step in {self.folder}, "
             problem += f"which has {', '.join(map(str, steps)) or 'none'}; to go back, move the newer ones away, since "
             raise ConfigError([problem + "the next resume would pick them"])
-        problems: list[str] = []
-        damaged: list[tuple[Path, str]] = []
+        problems, damaged = list[str](), list[tuple[Path, str]]()
         while names and (self.checkpoint.on_corrupt == "previous" or not problems):
             path = self.folder / names[-1]
             state, problems = self._try(path, model, optimizer)
             if not problems:
-                self._set_aside(damaged)
+                for path, problem in damaged if dist.get_rank() == 0 else []:  # no later start tries or counts them
+                    print(f"{problem}; renamed to {self._names.set_aside(path, DAMAGED)}", flush=True)
                 paths = [Path(name) for name in names if name.endswith(UNCONFIRMED)]
                 self.unconfirmed = [state_of(path)[0] for path in paths]
                 return state
@@ -130,27 +129,25 @@ class Checkpointer:
             raise ConfigError(problems)
         return None
 
-    def _set_aside(self, damaged: list[tuple[Path, str]]) -> None:
-        """Rename damaged checkpoints, so that no later start tries them and none counts as one of the newest k."""
-        for path, problem in damaged if dist.get_rank() == 0 else []:
-            print(f"{problem}; renamed to {self._names.set_aside(path, DAMAGED)}", flush=True)
-
     def _try(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], list[str]]:
         """Load a checkpoint. Return its state, and what is wrong with it on any rank. Raises ConfigError if it is of
         another run."""
-        state: dict[str, Any] = {}
         with collected_problems(self.group) as problems:
             reader = CheckpointReader(path)
-            state = reader.state
         if problems:
             return {}, problems
-        options = {"mixture": ", set training.change_mixture_on_resume = true"}
+        state, options = reader.state, {"mixture": ", set training.change_mixture_on_resume = true"}
+        if changed := listed(state["config"], self.config, OF_DATA):
+            why = "; without data of its own, validation takes validation.fraction of the documents from the training"
+            options["data"] = f" (changed: {changed}{why * ('validation.' in changed)})"
+        saved = _with_optimizer(state["identity"], state["config"])
+        own = _with_optimizer(self.identity, self.config if state["config"] else {})
         differences = [
-            f"{path}: saved with {key} = {show(state['identity'].get(key))}, and this run has {show(value)}; resume "
+            f"{path}: saved with {key} = {show(saved.get(key))}, and this run has {show(value)}; resume "
             f"with the same{options.get(key, '')}, or start in another job.dump_folder "
             "(checkpoint.initial_load_path loads only the weights)"
-            for key, value in {**dict.fromkeys(state["identity"]), **self.identity}.items()
-            if state["identity"].get(key) != value and key not in self.may_differ
+            for key, value in {**dict.fromkeys(saved), **own}.items()
+            if saved.get(key) != value and key not in self.may_differ
         ]
         if differences:
             raise ConfigError(differences)
@@ -158,10 +155,8 @@ class Checkpointer:
 
     def _load(self, reader: CheckpointReader, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
         """Load a checkpoint's tensors and return what is wrong with them on any rank."""
-        generators = random_states()
-        saved = [name for name in reader.shapes if name.startswith("random.cpu.")]
-        if len(saved) != dist.get_world_size():
-            generators = {}  # the ranks' generators stay as this run seeded them
+        n_saved = sum(name.startswith("random.cpu.") for name in reader.shapes)
+        generators = random_states() if n_saved == dist.get_world_size() else {}  # else as this run has seeded them
         states = optimizer_tensors(model, optimizer)
         portable = {name: dequantized(state) for name, state in states.items()}
         tensors = model_tensors(model) | portable
@@ -185,12 +180,9 @@ class Checkpointer:
         *,
         is_last: bool = True,
     ) -> None:
-        """Save a step, once an earlier asynchronous save is done; `state` is plain JSON, the same on every rank.
-
-        Raises:
-            TrainingError: if this checkpoint, or an earlier asynchronous one, could not be written, and
-                checkpoint.on_error = "fail" or `is_last`.
-        """
+        """Save a step, once an earlier asynchronous save is done; `state` is plain JSON, the same on every rank. Raises
+        TrainingError if this checkpoint, or an earlier asynchronous one, could not be written, and checkpoint.on_error
+        = "fail" or `is_last`."""
         with self._stops_training():
             self._finish()
             with self._tolerated(step, is_last):
@@ -208,17 +200,16 @@ class Checkpointer:
         slices = slices_to_save(model_tensors(model) | states) | generators
         size = torch.tensor(sum(tensor.nbytes for tensor, *_ in slices.values()), dtype=torch.float64)
         dist.all_reduce(size, group=self.group)
-        content = json.dumps(
-            {"step": step, "identity": self.identity, "config": self.config, **state}, indent=1
-        ).encode()
+        content = {"step": step, "identity": self.identity, "config": self.config, **state}
+        state_json = json.dumps(content, indent=1).encode()
         with contextlib.ExitStack() as stack:
             description = f"saving checkpoint step-{step} ({size.item() / 2**30:.1f} GiB)"
             stack.enter_context(progress(description, enabled=dist.get_rank() == 0))
             if self.checkpoint.async_mode == "async":
-                future = self._thread.submit(self._write, step, self._copied_to_host(slices), content)
+                future = self._thread.submit(self._write, step, self._copied_to_host(slices), state_json)
                 self._saving = step, is_last, future, stack.pop_all()
             else:
-                self._write(step, slices, content)
+                self._write(step, slices, state_json)
                 self._saved(step)
 
     def _copied_to_host(self, slices: Slices) -> Slices:
@@ -238,32 +229,31 @@ class Checkpointer:
     def _write(self, step: int, slices: Slices, state: bytes) -> None:
         """Write this rank's file. When all ranks have, rank 0 writes state.json and the manifest and renames the
         folder, so that an asynchronous save is complete even if the training has failed since."""
-        rank, stored, folder = dist.get_rank(), None, self.folder / f"step-{step}.tmp"
-        name = f"rank-{rank:05d}.safetensors"
+        rank, stored, folder = dist.get_rank(), None, self.folder / f"step-{step}{TEMPORARY}"
+        file = folder / f"rank-{rank:05d}.safetensors"
         with collected_problems(self.group, OSError) as problems:
             stored = with_all_ranks(
-                lambda: write_file(folder / name, slices),
-                lambda: _size(folder / name),
-                f"writing {folder / name}",
+                lambda: write_file(self._names.named(step, TEMPORARY) / file.name, slices),
+                lambda: file.stat().st_size if file.exists() else 0,
+                f"writing {file}",
                 group=self.group,
                 timeout=self.comm.train_timeout_seconds,
             )
         self._raise_unsaved(step, problems)
         files: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
-        dist.gather_object((name, stored), files, group=self.group)
+        dist.gather_object((file.name, stored), files, group=self.group)
         with collected_problems(self.group, OSError) as problems:
             if files is not None:
-                write_synced(folder / STATE, state)
+                write_synced(self._names.named(step, TEMPORARY) / STATE, state)
                 write_synced(folder / MANIFEST, build_manifest(dict(files), state))
                 sync_folder(folder)
                 self._names.publish(step)
         self._raise_unsaved(step, problems)
 
     def poll(self) -> None:
-        """Take note of an asynchronous save that is done; cheap enough for every step."""
+        """Register an asynchronous save that is done; cheap enough for every step."""
         if self._saving and self._saving[2].done():
-            with self._stops_training():
-                self._finish()
+            self.finish()
 
     def finish(self) -> None:
         """Wait for an asynchronous save. Raises TrainingError as `save` does."""
@@ -298,11 +288,8 @@ class Checkpointer:
         return seconds
 
     def confirm(self, step: int) -> None:
-        """Take note that a step was finite: checkpoints of earlier steps are good. Cheap if there is nothing to do.
-
-        Raises:
-            TrainingError: if one cannot be renamed.
-        """
+        """Register that a step was finite: checkpoints of earlier steps are good. Cheap if there is nothing to do.
+        Raises TrainingError if one cannot be renamed."""
         self._finite_step = step
         self._confirm()
 
@@ -333,11 +320,8 @@ class Checkpointer:
         return f"; {self.set_aside(DIVERGED)}; {GET_PAST}"
 
     def confirm_last(self, step: int, loss: float, *, may_fail: bool) -> None:
-        """Take note of the loss that the weights of a run's last step give. If it is not finite, they stay unconfirmed.
-
-        Raises:
-            TrainingError: unless the loss is finite, or `may_fail`, as the config allows steps that are not finite.
-        """
+        """Register the loss that the weights of a run's last step give. If it is not finite, they stay unconfirmed.
+        Raises TrainingError unless it is, or `may_fail`, as the config allows steps that are not finite."""
         if math.isfinite(loss):
             self.confirm(step + 1)
         elif not may_fail:
@@ -382,7 +366,7 @@ class Checkpointer:
                 self._saved(step)
 
     def _saved(self, step: int) -> None:
-        """Take note of a complete checkpoint, which is good at once if a later step has been finite already."""
+        """Register a complete checkpoint, which is good at once if a later step has been finite already."""
         self.unconfirmed.append(step)
         self._confirm()
 
@@ -415,8 +399,7 @@ def load_weights(path: Path, model: nn.Module, options: Model) -> None:
     rank must call it; a process without ranks may. `options` is the [model] section of the full model. Raises
     ConfigError if the folder is not complete, is damaged or is of another model."""
     with collected_problems() as problems:
-        is_hf = is_hugging_face(path)
-        if is_hf:
+        if is_hf := is_hugging_face(path):
             from titanlite.hf.load import load_hf_weights
 
             load_hf_weights(path, model, options)
@@ -462,5 +445,7 @@ def _load(
     return problems
 
 
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+def _with_optimizer(identity: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an identity with the optimizer whose states a run saves, if its config is known."""
+    name = config.get("optimizer.name")
+    return identity | ({"optimizer.name": "Muon" if name == "Muon" else "Adam or AdamW"} if name else {})

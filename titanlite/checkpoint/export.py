@@ -22,7 +22,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from titanlite.checkpoint.folder import state_of
-from titanlite.config.hf.values import read_json_object
+from titanlite.config.hf.values import how_to_download, read_json_object
 from titanlite.config.loader import ConfigError, read_toml, show
 from titanlite.config.schema import SEEDED, Model
 from titanlite.launch.arguments import Parser, count
@@ -67,6 +67,7 @@ def run(
     from titanlite.checkpoint.folder import step_folders
     from titanlite.checkpoint.reader import CheckpointReader
     from titanlite.data.open import build_tokenizer
+    from titanlite.data.tokenizer import Rows
     from titanlite.hf.export import export
 
     path = step_folders(checkpoint)[-1]
@@ -82,12 +83,10 @@ def run(
         raise ConfigError([f"--max-seq-len: expected 1 or more, since there is no training.seq_len in {config_file}"])
     assets = value_of_run(config, "model", "hf_assets_path") if tokenizer is None else str(tokenizer)
     if isinstance(assets, str):
-        built, origin = build_tokenizer(assets), assets or "bytes, so there are no files of it"
-        if built.vocab_size > options.vocab_size:
-            problem = (
-                f"model.vocab_size = {options.vocab_size}: expected at least the {built.vocab_size} tokens of the "
-            )
-            raise ConfigError([f"{problem}tokenizer; name that of the run with --tokenizer"])
+        rows = Rows(options.vocab_size, f"model.vocab_size = {options.vocab_size}", "name the run's with --tokenizer")
+        built, origin = build_tokenizer(assets).fit(rows), assets or "bytes, so there are no files of it"
+        if built.vocab_size > rows.n:
+            origin += f"; the model has no rows for its {built.vocab_size - rows.n} ids from {rows.n} on"
         bos, eos = built.bos, built.eos
     else:
         bos, eos, origin = None, None, f"none, since there is no model.hf_assets_path in {config_file}"
@@ -100,7 +99,7 @@ def run(
     if released:
         after = read_json_object(out / "config.json")
         changed = [key for key in {**before, **after} if before.get(key) != after.get(key)]
-        print(f"config.json: that of {released}, but for {', '.join(changed) or 'nothing'}")
+        print(f"config.json: that of {released}{', except for ' if changed else ''}{', '.join(changed)}")
 
 
 def export_last_step(folder: Path, step: int, dtype: str) -> None:
@@ -121,7 +120,7 @@ def folder_of_source(choice: str | None, config: dict[str, Any]) -> Path | None:
     if not isinstance(path, str) or path in ("", SEEDED):
         return None
     if not (Path(path) / "config.json").is_file():
-        problem = f"{path}: has no config.json, and the exported one has its keys"
+        problem = f"{path}: has no config.json, and the exported one has its keys{how_to_download(Path(path))}"
         raise ConfigError([f"{problem}; name that folder with --source, or --source {SEEDED} for a new config.json"])
     return Path(path)
 
@@ -131,16 +130,15 @@ def model_options(path: Path, state: dict[str, Any]) -> Model:
     identity, fields = state["identity"], Model.model_fields
     if identity.get("own.block"):
         raise ConfigError([f"{path}: has weights of own blocks (--own), which only train, plan and parity build"])
-    missing = sorted(key for key, field in fields.items() if field.is_required() and key not in identity)
-    if missing:
+    if missing := sorted(key for key, field in fields.items() if field.is_required() and key not in identity):
         problem = f"{path}: lacks model.{missing[0]}; expected a checkpoint that this version of titanlite can resume"
         raise ConfigError([problem])
     try:
         sections: dict[str, dict[str, Any]] = {"moe": {}, "mla": {}}
-        for key, value in identity.items():
-            section, _, name = key.partition(".")
-            if name and section in sections:
-                sections[section][name] = value
+        for section, options in sections.items():
+            options |= {
+                key.partition(".")[2]: value for key, value in identity.items() if key.startswith(f"{section}.")
+            }
         return Model.model_validate({key: identity[key] for key in fields if key in identity} | sections)
     except ValidationError as error:
         key, value = ".".join(map(str, error.errors()[0]["loc"])), error.errors()[0]["input"]

@@ -21,11 +21,8 @@ from titanlite.parallel.shards import Slice
 
 def write_file(path: Path, tensors: dict[str, tuple[Tensor, tuple[int, ...], tuple[int, ...]]]) -> Stored:
     """Write slices of tensors, each with its offset in and the shape of the full tensor, and return what to enter into
-    the manifest. They may be on any device; one at a time is copied to host memory.
-
-    Raises:
-        OSError: if the file cannot be written, as when the disk is full.
-    """
+    the manifest. They may be on any device; one at a time is copied to host memory. Raises OSError if the file cannot
+    be written, as when the disk is full."""
     entries, slices = {}, {}
     for name, (tensor, offset, shape) in tensors.items():
         dtype = DTYPE_NAMES[tensor.dtype]

@@ -12,7 +12,10 @@ A resume reads the newest that is good or unconfirmed. Whenever the process is k
 newest step that was ever complete remains under such a name. Only rank 0 changes the folder.
 """
 
+import contextlib
+import errno
 import itertools
+import os
 import re
 import shutil
 import threading
@@ -65,11 +68,18 @@ def _remove(path: Path) -> None:
 
 
 class CheckpointFolder:
-    """Renames and deletes checkpoints. Every method raises OSError if the disk does."""
+    """Renames and deletes checkpoints. Every method raises OSError if the disk does, or if a link to a folder of others
+    has taken the place of the folder, or of a checkpoint, since the run has begun."""
 
     def __init__(self, path: Path, keep_latest_k: int):
-        self.path, self.keep_latest_k = path, keep_latest_k
+        self._path, self._place, self.keep_latest_k = path, os.path.realpath(path), keep_latest_k
         self._deleting: list[threading.Thread] = []
+
+    @property
+    def path(self) -> Path:
+        if os.path.realpath(self._path) != self._place:
+            raise OSError(errno.ELOOP, "leads to another folder since the run has begun", str(self._path))
+        return self._path
 
     def recover(self) -> None:
         """Delete what a killed run has not finished, and complete its renames. Raises ConfigError for what has the name
@@ -88,16 +98,22 @@ class CheckpointFolder:
 
     def named(self, step: int, suffix: str = "") -> Path:
         """Return the path of a step's checkpoint in a state."""
-        return self.path / f"step-{step}{suffix}"
+        path = self.path / f"step-{step}{suffix}"
+        if path.is_symlink():
+            raise OSError(errno.ELOOP, "expected the folder of a checkpoint, not a link", str(path))
+        return path
 
     def to_resume(self) -> list[str]:
         """Return the names of the checkpoints that a run can resume from, the best last: the newest, and of the same
         step the good one."""
-        paths = checkpoints(self.path, "", UNCONFIRMED)
+        paths = checkpoints(self._path, "", UNCONFIRMED)
         return [path.name for path in sorted(paths, key=lambda path: (state_of(path)[0], path.suffix != UNCONFIRMED))]
 
     def create(self, step: int) -> Path:
-        """Create the empty folder that a checkpoint is written into."""
+        """Create the empty folder that a checkpoint is written into. If keep_latest_k is lower than before, as after a
+        full disk, older checkpoints are deleted first."""
+        self._delete_oldest("")
+        self.close()
         path = self.named(step, TEMPORARY)
         self.remove_unfinished(step)
         path.mkdir(parents=True)
@@ -105,7 +121,8 @@ class CheckpointFolder:
 
     def remove_unfinished(self, step: int) -> None:
         """Free the space of a checkpoint that could not be written."""
-        shutil.rmtree(self.named(step, TEMPORARY), ignore_errors=True)
+        with contextlib.suppress(OSError):
+            shutil.rmtree(self.named(step, TEMPORARY))
 
     def publish(self, step: int) -> None:
         """Make a checkpoint whose files are all on the disk one that a run can resume from. Delete older unconfirmed

@@ -17,22 +17,33 @@ def check_initial_weights(job: Job, checkpoint: Checkpoint, model: Model, is_set
     config.json is of another model. Options in `is_set` may differ from it: the user has chosen them."""
     place = checkpoint.initial_load_path
     saved = checkpoints(Path(job.dump_folder) / checkpoint.folder, "", UNCONFIRMED, REPLACED)
-    if place == SEEDED or (checkpoint.enable and saved) or not is_hugging_face(Path(place)):
+    if place == SEEDED or (checkpoint.enable and saved):
         return
-    from titanlite.config.hf.config_json import WEIGHTS, model_options  # here, since most runs read no such folder
+    if not is_hugging_face(Path(place)):
+        if model.new_tokens != "none":
+            problem = f"model.new_tokens = {show(model.new_tokens)}: read only with weights of a Hugging Face folder"
+            raise ConfigError([f'{problem}, and {place} has a checkpoint; set "none"'])
+        return
+    from titanlite.config.hf.config_json import WEIGHTS  # here, since most runs read no such folder
+    from titanlite.hf.config_files import model_of
 
     option = f"{KEY if KEY in is_set else 'model.hf_assets_path'} = {show(place)}"
     if not any((Path(place) / name).is_file() for name in WEIGHTS):
         problem = f"{option}: has a config.json, but no {' or '.join(WEIGHTS)}; put the weights there"
         raise ConfigError([f'{problem}, or set {KEY} = "{SEEDED}" to train from initial weights'])
-    own, other = model.identity(), Model.model_validate(model_options(Path(place))).identity()
-    differences = [
-        f"model.{key} = {show(other.get(key))} (this run: {show(own.get(key))})"
+    own, other = model.identity(), model_of(Path(place)).identity()
+    lacks_rows, advice = own["vocab_size"] > other["vocab_size"], "[model] to the options of its weights"
+    if lacks_rows and model.new_tokens == "mean":
+        own["vocab_size"] = other["vocab_size"]
+    differences = {
+        key: f"model.{key} = {show(other.get(key))} (this run: {show(own.get(key))})"
         for key in {**own, **other}
         if own.get(key) != other.get(key) and (key in SIZES or f"model.{key}" not in is_set)
-    ]
+    }
     if differences:
-        problem = f"{option}: its config.json has {', '.join(differences)}; set [model] to the options of its weights"
+        if lacks_rows and len(differences) == 1:
+            advice = 'model.new_tokens = "mean", which adds rows'
+        problem = f"{option}: its config.json has {', '.join(differences.values())}; set {advice}"
         raise ConfigError([f'{problem}, or {KEY} = "{SEEDED}" to train from initial weights'])
 
 
@@ -41,8 +52,10 @@ def is_hugging_face(path: Path) -> bool:
     is no folder, it is a checkpoint that is not read, or it lacks config.json."""
     state = state_of(path)
     if (state and state[1] not in ("", UNCONFIRMED)) or not path.is_dir():
+        from titanlite.config.hf.values import how_to_download  # here, since only an error needs it
+
         expected = f"expected a checkpoint's step-N folder, or a Hugging Face folder{why_not_read(path)}"
-        raise ConfigError([f"{KEY} = {show(str(path))}: {expected}"])
+        raise ConfigError([f"{KEY} = {show(str(path))}: {expected}{how_to_download(path)}"])
     if not (has_config := (path / "config.json").exists()) and any(path.glob("model*.safetensors")):
         raise ConfigError([f"{KEY} = {show(str(path))}: has weights, but no config.json; put the model's there"])
     return has_config

@@ -130,13 +130,11 @@ def build_manifest(files: Mapping[str, Stored], state: bytes) -> bytes:
             layout, index, each = entries[layout]
             slices.append([index, each.offset, each.size])
         written.append(slices[::-1])
+    described = {name: stored.entry.model_dump() for name, stored in files.items()}
     content = {
         "format": FORMAT,
         "version": VERSION,
-        "files": {
-            **{name: stored.entry.model_dump() for name, stored in files.items()},
-            STATE: {"bytes": len(state), "xxh3_64": checksum(state)},
-        },
+        "files": {**described, STATE: {"bytes": len(state), "xxh3_64": checksum(state)}},
         "layouts": written,
         "tensors": {
             name: {"dtype": dtype, "shape": shape, "layout": number[layout_of[name]]}

@@ -23,8 +23,7 @@ def collected_problems(
 ) -> Iterator[list[str]]:
     """Run the body on every rank. Then the list has a line for each problem that some rank had, the same on all. In a
     process without ranks, the problems are its own."""
-    own: list[str] = []
-    problems: list[str] = []
+    own, problems = list[str](), list[str]()
     try:
         yield problems
     except kind as error:
@@ -43,10 +42,8 @@ def with_all_ranks(
 
     Ranks may need very different times, so none waits for the others in one collective. They exchange at short
     intervals whether they are done: a rank that does not answer within the group's timeout is dead, and one that
-    answers is not, whatever it writes.
-
-    Raises:
-        TrainingError: if `n_done`, the bytes that this rank has accessed, has not changed for `timeout` seconds.
+    answers is not, whatever it writes. Raises TrainingError if `n_done`, the bytes that this rank has accessed, has not
+    changed for `timeout` seconds.
     """
     thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint files")
     future = thread.submit(work)

@@ -50,6 +50,7 @@ class _Data(Record):
     streaming_shards: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], _ShardState] = Field(default={})
     mixture: _MixtureState | None = None
     own: dict[str, Any] = Field(default={})
+    counts: tuple[Int63, Int63, Int63, Int63] | None = None
 
 
 class _State(Record):
@@ -69,9 +70,8 @@ class _State(Record):
 class CheckpointReader:
     """Reads one complete checkpoint, a step-N folder.
 
-    Raises:
-        ConfigError: here and in every method, with one line that names the file, and the tensor, if something is
-            missing, damaged, of another checkpoint or not of this format.
+    Every method raises ConfigError, with one line that names the file, and the tensor, if something is missing,
+    damaged, of another checkpoint or not of this format.
     """
 
     def __init__(self, path: Path):
@@ -110,8 +110,7 @@ class CheckpointReader:
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """Check that the checkpoint has these tensors, plain ones or DTensors, with their shapes."""
-        missing = [name for name in tensors if name not in self.shapes]
-        if missing:
+        if missing := [name for name in tensors if name not in self.shapes]:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise ConfigError([f"{self.path}: {missing[0]}{more} is not in the checkpoint; it is of another model"])
         for name, tensor in tensors.items():
@@ -145,8 +144,7 @@ class CheckpointReader:
 
     def _file(self, index: int) -> CheckedFile:
         if index not in self._files:
-            name = self.manifest.file_names[index]
-            tensors = self.manifest.names_of_file(index)
+            name, tensors = self.manifest.file_names[index], self.manifest.names_of_file(index)
             expected = {each: (self.manifest.tensors[each].dtype, stored) for each, stored in tensors.items()}
             self._files[index] = CheckedFile(self.path / name, self.manifest.files[name], expected)
         return self._files[index]

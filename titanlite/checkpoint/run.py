@@ -104,10 +104,7 @@ class RunCheckpoints:
 
     def after_step(self, step: int, state: RunState, *, asked: bool, is_last: bool) -> None:
         """Save a step if it is due: every checkpoint.interval steps, when a rank was `asked` to save, and the last one.
-
-        Raises:
-            TrainingError: as Checkpointer.save does.
-        """
+        Raises TrainingError as Checkpointer.save does."""
         if not self.checkpointer:
             return
         mark("saving a checkpoint")
@@ -123,14 +120,12 @@ class RunCheckpoints:
         self._last_step = step
 
     def finish(self, step: int, state: RunState, last_loss: Callable[[], float]) -> None:
-        """Wait for the last checkpoint, and test it if no later step has.
+        """Wait for the last checkpoint, and test it if no later step has. Raises TrainingError if one could not be
+        written or the loss is not finite.
 
         Args:
             step: the step that the weights are of; it is saved if it was not yet.
             last_loss: returns the loss of a further batch with these weights. Every rank calls it.
-
-        Raises:
-            TrainingError: if a checkpoint could not be written, or the loss is not finite.
         """
         if not self.checkpointer:
             return

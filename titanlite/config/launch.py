@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from titanlite.config.keys import ASYNC_TENSOR, CONTEXT, EXPERT, GROUPS_ON, PIPELINE, REPLICATE, RESHARD, TENSOR
 from titanlite.config.loader import ConfigError, LoadedConfig, Rejections, show, value_of
-from titanlite.config.schema import SEEDED, Config, Optimizer, Training
+from titanlite.config.schema import Config, Optimizer, Training
 from titanlite.config.torch_versions import torch_version_rules
 from titanlite.config.types import MOST_RANKS, MOST_TOKENS
 
@@ -44,16 +44,18 @@ class Launch:
 
     @classmethod
     def from_environment(cls, n_devices: int) -> Launch:
-        """Read torchrun's variables; without them, there is one rank. Raises ConfigError if one is not a number."""
-        variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
-        return cls(*(count_from_environment(os.environ, name, least) for name, least in variables.items()), n_devices)
+        """Read torchrun's variables; without them, there is one rank. Raises ConfigError if one is wrong."""
+        world_size = count_from_environment(os.environ, "WORLD_SIZE", 1)
+        counts = {"RANK": (0, world_size - 1), "LOCAL_RANK": (0,), "WORLD_SIZE": (1,), "LOCAL_WORLD_SIZE": (1,)}
+        return cls(*(count_from_environment(os.environ, name, *limits) for name, limits in counts.items()), n_devices)
 
 
-def count_from_environment(environment: Mapping[str, str], name: str, least: int) -> int:
+def count_from_environment(environment: Mapping[str, str], name: str, least: int, most: float = math.inf) -> int:
     """Return a count in an environment variable; the least value if it is unset or empty."""
     text = environment.get(name) or str(least)
-    if not re.fullmatch("[0-9]{1,9}", text) or int(text) < least:
-        raise ConfigError([f"environment: {name} = {show(text)}: expected an integer >= {least}"])
+    if not re.fullmatch("[0-9]{1,9}", text) or not least <= int(text) <= most:
+        limit = f" and <= {most}" if most < math.inf else ""
+        raise ConfigError([f"environment: {name} = {show(text)}: expected an integer >= {least}{limit}"])
     return int(text)
 
 
@@ -74,7 +76,7 @@ def require_torchft() -> None:
     if not importlib.util.find_spec("torchft"):
         problems.append(f'{GROUPS_ON} = true: torchft is not installed; pip install "titanlite[ft]", or set false')
     address = os.environ.get("TORCHFT_LIGHTHOUSE", "")
-    if not address.startswith(("http://", "https://")):
+    if not re.fullmatch(r"https?://([\w.-]+|\[[0-9a-fA-F:.]+\])(:[0-9]{1,5})?/?", address):
         problem = f"environment: TORCHFT_LIGHTHOUSE = {show(address)}: expected the address of torchft's lighthouse"
         problems.append(f"{problem}, as in http://HOST:29510 ({GROUPS_ON} = true)")
     if problems:
@@ -98,11 +100,9 @@ def check(loaded: LoadedConfig[Config], launch: Launch) -> Config:
         problem = f"{loaded.file}: {launch.world_size} ranks: expected at most {MOST_RANKS}; lower a degree"
         raise ConfigError([problem])
     if launch.n_devices and launch.local_world_size > launch.n_devices:
-        problems.append(
-            f"{loaded.file}: {quantity(launch.local_world_size, 'rank')} on this node, which has "
-            f"{quantity(launch.n_devices, 'device')}; start fewer ranks (smaller degrees, or NGPU), or use more nodes "
-            f"(NNODES); {plan_command(loaded.file)}"
-        )
+        ranks, devices = quantity(launch.local_world_size, "rank"), quantity(launch.n_devices, "device")
+        problem = f"{ranks} on this node, which has {devices}; start fewer ranks (smaller degrees, or NGPU), or use"
+        problems.append(f"{loaded.file}: {problem} more nodes (NNODES); {plan_command(loaded.file)}")
     on_cuda = launch.n_devices > 0
     config = resolve(loaded.config, _shard_degree(loaded.config, launch.world_size, reject), on_cuda=on_cuda)
     _data_parallel_rules(config, launch.world_size, reject)
@@ -134,16 +134,15 @@ def _shard_degree(config: Config, world_size: int, reject: Rejections) -> int:
 
 def resolve(config: Config, shard_degree: int, *, on_cuda: bool) -> Config:
     """Fill in the shard degree, the batch size, the data types and what else depends on the launch."""
-    training, parallelism, model = config.training, config.parallelism, config.model
+    training, parallelism = config.training, config.parallelism
     param, total_steps = _param_dtype(training, on_cuda), config.lr_scheduler.total_steps
-    initial_weights = model.hf_assets_path if model.flavor == "from_hf" else SEEDED
     return config.replace(
         parallelism__data_parallel_shard_degree=shard_degree,
         parallelism__fsdp_reshard_after_forward=_reshard_after_forward(config, shard_degree, param),
         parallelism__context_parallel_ulysses_degree=parallelism.context_parallel_degree // parallelism.ring_degree,
         parallelism__pipeline_parallel_stages_per_rank=parallelism.n_stages // parallelism.pipeline_parallel_degree,
         optimizer__muon_dtype=_muon_dtype(config.optimizer, param),
-        checkpoint__initial_load_path=config.checkpoint.initial_load_path or initial_weights,
+        checkpoint__initial_load_path=config.initial_weights,
         training__global_batch_size=_global_batch_size(config, shard_degree),
         training__attention_backend=_attention_backend(config, param, on_cuda),
         training__loss_chunks=_loss_chunks(config),

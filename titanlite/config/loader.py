@@ -16,7 +16,7 @@ import math
 import operator
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_args, get_origin
 
@@ -69,17 +69,31 @@ Place = tuple[str | int, ...]
 
 
 class ConfigError(Exception):
-    """The config or the launch is wrong. `problems` has one line each; a program prints them and exits with 2."""
+    """The config or the launch is wrong. `problems` has one line each; a program prints them and exits with 2. `loaded`
+    is the LoadedConfig without what is wrong, if there is one."""
 
-    def __init__(self, problems: list[str]):
+    def __init__(self, problems: list[str], loaded: Any = None):
         super().__init__("\n".join(problems))
+        self.loaded = loaded
         self.problems = [printable(problem) for problem in problems]
 
 
+def check_all(*checks: Callable[[], Any], problems: Sequence[str] = ()) -> None:
+    """Raise ConfigError with these problems and those of all checks, if there are any."""
+    problems = [*problems]
+    for each in checks:
+        try:
+            each()
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+
+
 def print_problems(error: ConfigError) -> None:
-    """Print one line per problem to standard error."""
+    """Print one line per problem to standard error. What a file or a library says in it moves no cursor."""
     for problem in error.problems:
-        print(f"error: {problem}", file=sys.stderr)
+        print(f"error: {printable(problem)}", file=sys.stderr)
 
 
 class Rejection(NamedTuple):
@@ -137,9 +151,10 @@ def value_of(config: Section, key: str) -> Any:
 def load(kind: type[Options], argv: list[str], *, usage: str, rules: Rules) -> LoadedConfig:
     """Read one config (see `find_config`) and any number of `--section.key=value` into a Section of Sections.
 
-    A bare `--section.key` is true. `rules` returns the problems between options, from the options and the keys whose
-    value is not the default. Raises ConfigError with every problem: arguments, syntax, unknown keys, values, rules.
+    A bare `--section.key` is true; a value may follow after a space. `rules` returns the problems between options, from
+    the options and the keys whose value is not the default. Raises ConfigError with every problem.
     """
+    argv = _with_values(kind, argv)
     names = [argument for argument in argv if not argument.startswith("-")]
     arguments = [argument for argument in argv if argument.startswith("-")]
     if len(names) != 1 or not names[0]:
@@ -149,13 +164,33 @@ def load(kind: type[Options], argv: list[str], *, usage: str, rules: Rules) -> L
     return load_values(kind, read_toml(file), file, arguments, rules=rules)
 
 
+def _with_values(kind: type[Section], argv: list[str]) -> list[str]:
+    """Return arguments in which `--section.key value` is `--section.key=value`."""
+    joined = [""]
+    for text in argv:
+        option = options_of(kind).get(joined[-1].removeprefix("--"))
+        takes = option and not text.startswith("--") and (text in ("true", "false") or not _may_be_bare(option))
+        joined[-1:] = [f"{joined[-1]}={text}"] if takes else [joined[-1], text]
+    return joined[1:]
+
+
+def _may_be_bare(option: Any) -> bool:
+    return bool in (option.annotation, *get_args(option.annotation))
+
+
 def load_values(
     kind: type[Options], values: dict[str, Any], file: str, arguments: list[str], *, rules: Rules
 ) -> LoadedConfig[Options]:
     """Check the contents of a TOML file, or what stands for one, and overrides (see `load`)."""
     origins = dict.fromkeys(_keys_in(kind, values), file)
-    problems = _override(kind, arguments, values, origins)
-    config, bad_keys, value_problems = _validate(kind, values, file, origins)
+    problems = _override(kind, _with_values(kind, arguments), values, origins)
+    try:
+        config, bad_keys, value_problems = _validate(kind, values, file, origins)
+    except ConfigError as error:  # of the folder that model.flavor = "from_hf" reads: another flavor stands in
+        values["model"].pop("flavor")
+        config, bad_keys, value_problems = _validate(kind, values, file, origins)
+        bad_keys |= {key for key in options_of(kind) if key.startswith("model.")}
+        value_problems += error.problems
     # The rules run even where single values are wrong (their defaults stand in for them): all problems in one run.
     loaded = LoadedConfig(config, file, origins)
     # A resolved config sets every option; only those that differ from their default count as changed.
@@ -163,7 +198,7 @@ def load_values(
     changed = {key for key, option in options if option.is_required() or value_of(config, key) != option.default}
     problems += value_problems + loaded.lines(rules(config, changed), bad_keys)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(problems, loaded)
     return loaded
 
 
@@ -171,7 +206,7 @@ def find_config(name: str) -> Path:
     """Return the path of a config. A bare name (debug, 70b) is one of the configs shipped with titanlite; a name with a
     folder or the suffix .toml is a path. Raises ConfigError if no shipped config has the name."""
     path, package = Path(name), Path(__file__).parents[1]
-    if path.name != name or path.suffix == ".toml":
+    if path.name != name or path.suffix == ".toml" or (path.suffix and path.is_file()):
         return path
     folder = package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
     files = {file.stem: file for part in (folder / "reference", folder) for file in part.glob("*.toml")}
@@ -239,7 +274,7 @@ def _override(kind: type[Section], arguments: list[str], values: dict[str, Any],
             problems.append(f"{COMMAND_LINE}: {argument}: expected --section.key=value")
         elif section not in sections_of(kind):
             problems.append(f"{COMMAND_LINE}: {argument}: an unknown section{_hint(kind, section)}")
-        elif not equals and option and bool not in (option.annotation, *get_args(option.annotation)):
+        elif not equals and option and not _may_be_bare(option):
             problems.append(f"{COMMAND_LINE}: {argument}: expected a value; write {argument}=VALUE")
         else:
             inner = values
@@ -264,21 +299,32 @@ def _parse(text: str, option: Any) -> Any:
 def _validate(
     kind: type[Options], values: dict[str, Any], file: str, origins: dict[str, str]
 ) -> tuple[Options, set[str], list[str]]:
-    """Return the options (defaults stand in for bad values), the bad keys, and a line for each bad value."""
-    try:
-        return kind.model_validate(values), set(), []
-    except ValidationError as error:
-        entries = sorted(error.errors(), key=lambda entry: len(entry["loc"]) > 1)  # sections first
+    """Return the options (defaults stand in for bad values), the bad keys, a line for each bad value. Nothing stands
+    in for an option that is derived from others, all of them right: then all keys are bad."""
     good, lines, bad_keys = copy.deepcopy(values), dict[Place, str](), set[str]()
-    for entry in entries:
-        place, section, field = _place(kind, entry["loc"])
-        if place in lines:
-            continue  # each branch of a union reports its own error
-        value = functools.reduce(operator.getitem, place[:-1], good).pop(place[-1])
-        option = ".".join(itertools.takewhile(lambda part: isinstance(part, str), place))
-        bad_keys |= {option, *(key for key in options_of(kind) if key.startswith(f"{option}."))}
-        lines[place] = f"{origins.get(option, file)}: {_problem(kind, place, section, field, value, entry)}"
-    return kind.model_validate(good), bad_keys, [*lines.values()]
+    while True:
+        try:
+            return kind.model_validate(good), bad_keys, [*lines.values()]
+        except ValidationError as error:
+            entries = sorted(error.errors(), key=lambda entry: len(entry["loc"]) > 1)  # sections first
+        found = [(*_place(kind, entry["loc"]), entry) for entry in entries]
+        is_set = [each for each in found if _is_set(good, each[0])]
+        for place, section, field, entry in is_set or found:
+            if place in lines:
+                continue  # each branch of a union reports its own error
+            value = functools.reduce(operator.getitem, place[:-1], good).pop(place[-1]) if is_set else entry["input"]
+            option = ".".join(itertools.takewhile(lambda part: isinstance(part, str), place))
+            bad_keys |= {option, *(key for key in options_of(kind) if key.startswith(f"{option}."))}
+            lines[place] = f"{origins.get(option, file)}: {_problem(kind, place, section, field, value, entry)}"
+        if not is_set:
+            return kind.model_validate({}), {*options_of(kind)}, [*lines.values()]
+
+
+def _is_set(values: Any, place: Place) -> bool:
+    with contextlib.suppress(KeyError, IndexError):
+        functools.reduce(operator.getitem, place, values)
+        return True
+    return False
 
 
 def _place(kind: type[Section], loc: Place) -> tuple[Place, type[Section], Any]:
@@ -298,16 +344,15 @@ def _problem(kind: type[Section], place: Place, section: type[Section], field: A
     if key in sections_of(kind):
         message = f"expected a section, written [{key}]"
     elif field:
-        message = entry["msg"] if entry["type"] == OWN_MESSAGE else f"expected {expectation(field, value)}"
+        near = did_you_mean(value, re.findall('"(.+?)"', expected := f"expected {expectation(field, value)}"))
+        message = entry["msg"] if entry["type"] == OWN_MESSAGE else expected + near
     elif len(place) == 1:
         if isinstance(value, (dict, list)):
             return f"[{key}]: an unknown section{_hint(kind, key)}"
         message = f"a key outside any section{_hint(kind, '', key)}"
     elif any(isinstance(part, int) for part in place):
-        near = difflib.get_close_matches(name, section.model_fields, n=1)
-        message = "unknown key; " + (
-            f"did you mean {near[0]}?" if near else f"expected one of {', '.join(section.model_fields)}"
-        )
+        near = did_you_mean(name, section.model_fields)
+        message = "unknown key" + (near or f"; expected one of {', '.join(section.model_fields)}")
     else:
         message = f"unknown key{_hint(kind, key.removesuffix(f'.{name}'), name)}"
     return f"{key} = {show(value)}: {message}"
@@ -334,23 +379,29 @@ def sections_of(kind: type[Section]) -> dict[str, type[Section]]:
 def options_of(kind: type[Section]) -> dict[str, Any]:
     """Return the pydantic field of every option, by `section.key`."""
     sections = sections_of(kind)
-    return {
-        f"{name}.{key}": option
-        for name, section in sections.items()
-        for key, option in section.model_fields.items()
-        if f"{name}.{key}" not in sections
-    }
+    fields = ((f"{name}.{key}", field) for name, part in sections.items() for key, field in part.model_fields.items())
+    return {key: option for key, option in fields if key not in sections}
 
 
 def _hint(kind: type[Section], section: str, key: str = "") -> str:
     """Return a hint after an unknown section, or key: what is spelled alike or has this word, or the key elsewhere."""
     keys = [option.rpartition(".")[::2] for option in options_of(kind)]
     own = [name for other, name in keys if other == section]
-    near = [] if key else difflib.get_close_matches(section, sections_of(kind), n=1)
+    near = [] if key else difflib.get_close_matches(section, sections_of(kind), n=1, cutoff=0.7)
     near += [f"{section}.{name}" for name in difflib.get_close_matches(key, own, n=1)]
     near += [f"{section}.{name}" for name in own if key in name.split("_")]
     near += [f"{other}.{name}" for other, name in keys if name == key]
     return f"; did you mean {near[0]}?" if near else "; --help lists every option"
+
+
+def did_you_mean(value: Any, choices: Iterable[str]) -> str:
+    """Return a hint at the choice that is spelled most like a text, with its first letter and its digits (relu is no
+    misspelled gelu, and float16 no bfloat16), or else at those that begin with it; "" without one."""
+    text, parts = value.lower().replace("-", "_") if isinstance(value, str) else "", re.compile("^.|[0-9]")
+    names = {choice.lower(): choice for choice in choices}
+    alike = [name for name in names if parts.findall(name) == parts.findall(text)]
+    near = difflib.get_close_matches(text, alike, 1, 0.54) or [name for name in names if name.startswith(text or "?")]
+    return f"; did you mean {' or '.join(names[name] for name in near[:3])}?" if near else ""
 
 
 def printable(text: str, keep: str = "") -> str:

@@ -2,6 +2,7 @@
 
 import json
 import textwrap
+from collections.abc import Sequence
 from typing import Any
 
 from titanlite.config import USAGE, Config
@@ -9,15 +10,16 @@ from titanlite.config.loader import expectation, options_of, sections_of, show, 
 from titanlite.config.types import MAY_DIFFER
 
 
-def help_text() -> str:
-    """Return the options for the terminal."""
-    lines = [
-        *(USAGE, ""),
-        "CONFIG is a TOML file, or the name of a config shipped with titanlite, as in debug or 70b.",
-        "Values are TOML; a string needs no quotes. A bare --section.key means true.",
-        "",
-    ]
-    for section in sections_of(Config):
+def help_text(arguments: Sequence[str] = ()) -> str:
+    """Return the options for the terminal: of the sections that arguments name after --help, or else all."""
+    sections = {*arguments[next((i for i, text in enumerate(arguments) if text in ("-h", "--help")), 0) + 1 :]}
+    named = [each for each in sections_of(Config) if {each, each.partition(".")[0]} & sections]
+    config = "CONFIG is a TOML file, or the name of a config shipped with titanlite, as in debug or 70b."
+    values = (
+        "Values are TOML; a string needs no quotes. A bare --section.key means true. --help SECTION has one section."
+    )
+    lines = [USAGE, "", config, values, ""]
+    for section in named or sections_of(Config):
         lines.append(f"[{section}]")
         for key, option in _options_in(section):
             lines.append(f"  --{section}.{key}   {expectation(option)}; default {default_of(option)}")
@@ -30,17 +32,13 @@ def help_text() -> str:
 def reference_markdown() -> str:
     """Return the content of docs/reference/config.md: one section per [section], each option with its type, default and
     meaning."""
-    lines = [
-        "# Config reference",
-        "",
-        "<!-- Written by `titanlite config --reference` from titanlite/config/schema.py. -->",
-        "",
-        *wrap(
-            "A config is a TOML file with these sections. Every option can also be set on the command line, as in "
-            "`--training.steps=100`; a bare `--section.key` means true. All nodes of a run need the same config, "
-            "but for the options that say otherwise."
-        ),
-    ]
+    text = "A config is a TOML file with these sections. Every option can also be set on the command line, as in "
+    text += (
+        "`--training.steps=100`; a bare `--section.key` means true. All nodes of a run need the same config, except "
+    )
+    text += "for the options that say otherwise."
+    origin = "<!-- Written by `titanlite config --reference` from titanlite/config/schema.py. -->"
+    lines = ["# Config reference", "", origin, "", *wrap(text)]
     for section, kind in sections_of(Config).items():
         lines += ["", f"## [{section}]"]
         if kind.__doc__:
@@ -52,8 +50,7 @@ def reference_markdown() -> str:
             lines += [*wrap(f"{expected[0].upper()}{expected[1:]}. Default: {default}."), ""]
             lines += wrap(meaning_of(option))
             for text in _tables(option):
-                first, *others = textwrap.wrap(text, width=98, break_long_words=False, break_on_hyphens=False)
-                lines += ["", f"- {first}", *(f"  {line}" for line in others)]
+                lines += ["", *wrap(f"- {text}", indent="  ")]
     return "\n".join(lines) + "\n"
 
 
@@ -95,6 +92,7 @@ def meaning_of(option: Any) -> str:
     return " ".join([*(option.description or "").split(), *([MAY_DIFFER] if MAY_DIFFER in option.metadata else [])])
 
 
-def wrap(text: str) -> list[str]:
-    """Return the lines of a paragraph, at most 100 columns wide."""
-    return textwrap.wrap(" ".join(text.split()), width=100, break_long_words=False, break_on_hyphens=False)
+def wrap(text: str, indent: str = "") -> list[str]:
+    """Return the lines of a paragraph, at most 100 columns wide, all but the first one indented."""
+    limits = {"width": 100, "break_long_words": False, "break_on_hyphens": False}
+    return textwrap.wrap(" ".join(text.split()), subsequent_indent=indent, **limits)

@@ -1,4 +1,4 @@
-"""Reading files of others: pipes and devices, from which a read may never end, and files that are too large."""
+"""Opening regular files only: no pipes and devices, from which a read may never end, and none that are too large."""
 
 import errno
 import os
@@ -10,16 +10,23 @@ from typing import BinaryIO
 def open_file(path: Path, buffering: int = -1, flags: int = 0) -> BinaryIO:
     """Open a regular file to read its bytes, with further flags of open(2). Raises OSError for anything else, at
     once."""
-    # O_NONBLOCK: else opening a pipe waits for its writer.
-    descriptor = os.open(path, flags | os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    mode = os.fstat(descriptor).st_mode
-    if stat.S_ISREG(mode):
-        return open(descriptor, "rb", buffering)
+    return open(_open(path, flags | os.O_RDONLY), "rb", buffering)
+
+
+def open_own(path: str, flags: int, mode: int = 0o666) -> int:
+    """Open a regular file that this process writes, as an opener of `open`. Raises OSError for anything else, at once,
+    also for a link, which would lead to a file of others."""
+    return _open(path, flags | os.O_NOFOLLOW, mode)
+
+
+def _open(path: Path | str, flags: int, mode: int = 0o666) -> int:
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)  # else opening a pipe waits for its writer
+    kind = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(kind):
+        return descriptor
     os.close(descriptor)
-    number, problem = (
-        (errno.EISDIR, "Is a directory") if stat.S_ISDIR(mode) else (errno.EINVAL, "expected a regular file")
-    )
-    raise OSError(number, problem, str(path))
+    number = errno.EISDIR if stat.S_ISDIR(kind) else errno.EINVAL
+    raise OSError(number, "Is a directory" if number == errno.EISDIR else "expected a regular file", str(path))
 
 
 def read_file(path: Path, limit: int) -> bytes:

@@ -9,44 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, get_args
 
-from titanlite.config.keys import (
-    AC_MODE,
-    ASYNC_TENSOR,
-    BALANCE,
-    BATCH,
-    CONTEXT,
-    DTYPE,
-    END_LAYERS,
-    EXPERT,
-    EXPERTS,
-    GROUP_SIZE,
-    GROUPS_ON,
-    IMPLEMENTATION,
-    LATENT,
-    MICROBATCH,
-    MIXTURE,
-    OPTIMIZER,
-    PARAM,
-    PIPELINE,
-    PROMPTS,
-    SCHEDULE,
-    SHUFFLE_BLOCK,
-    STAGE_MODULES,
-    STAGES_PER_RANK,
-    STREAMING,
-    TENSOR,
-)
+from titanlite.config import keys
 from titanlite.config.loader import Rejections, show, value_of
 from titanlite.config.rules_data import data_rules, dataset_rules
 from titanlite.config.rules_families import family_rules
 from titanlite.config.rules_model import expert_rules, model_rules, size_rules
 from titanlite.config.rules_parallelism import context_rules, pipeline_rules, shard_rules, split_backward_rules
-from titanlite.config.schema import Config, FaultTolerance, Float8, Mla, Moe, Optimizer, Precision
+from titanlite.config.schema import Checkpoint, Config, FaultTolerance, Float8, Mla, Moe, Optimizer, Precision
 
-QK_CLIP = "optimizer.qk_clip_threshold"
 STATES, ROUNDING = "optimizer.state_dtype", "optimizer.stochastic_rounding"
 OFFLOAD, OFFLOAD_ALL = "optimizer.enable_cpu_offload", "training.enable_cpu_offload"
-GATHER = "float8.enable_fsdp_float8_all_gather"
+QK_CLIP, GATHER = "optimizer.qk_clip_threshold", "float8.enable_fsdp_float8_all_gather"
 MAX_GROUPS = 1024
 MOST_INT8_TOKENS = (2**31 - 1) // 127**2
 """Products of two 8-bit integers whose sum cannot overflow in 32 bits."""
@@ -72,37 +45,33 @@ def _keys(section: str, fields: Iterable[str], *others: str) -> list[str]:
     return [f"{section}.{name}" for name in fields if name not in others]
 
 
+LOSS_SCALE = ["training.initial_loss_scale", "training.loss_scale_growth_interval"]
+OF_GROUPS = _keys("fault_tolerance", FaultTolerance.model_fields, "enable")
+OF_EXPERTS = _keys("model.moe", Moe.model_fields, "n_experts", "balance_bias_rate", "swiglu_alpha")
+OF_PIPELINE = [keys.SCHEDULE, keys.MICROBATCH, keys.STAGES_PER_RANK, keys.BALANCE, *keys.END_LAYERS, keys.STAGE_MODULES]
+OF_CHECKPOINTS = _keys("checkpoint", Checkpoint.model_fields, "enable", "initial_load_path", "export_dtype")
+OF_MUON = _keys("optimizer", [name for name in Optimizer.model_fields if name.startswith("muon_")])
 DEPENDENT_OPTIONS = [
-    Dependent([PROMPTS], "validation.enable", on=(True,), off=(False,)),
-    Dependent(["training.streaming_shards", SHUFFLE_BLOCK], STREAMING, on=(True,)),
-    Dependent(
-        ["training.initial_loss_scale", "training.loss_scale_growth_interval"],
-        PARAM,
-        on=("float16",),
-        off=get_args(Precision),
-    ),
-    Dependent(["activation_checkpoint.selective_ac_option"], AC_MODE, on=("selective",), off=("none",)),
-    Dependent(["checkpoint.last_save_in_hf"], "checkpoint.enable", on=(True,), off=(False,)),
+    Dependent([keys.PROMPTS], "validation.enable", on=(True,), off=(False,)),
+    Dependent(["training.streaming_shards", keys.SHUFFLE_BLOCK], keys.STREAMING, on=(True,)),
+    Dependent(LOSS_SCALE, keys.PARAM, on=("float16",), off=get_args(Precision)),
+    Dependent(["training.outlier_window"], "training.skip_outlier_sigma", off=(0,)),
+    Dependent(["activation_checkpoint.selective_ac_option"], keys.AC_MODE, on=("selective",), off=("none",)),
+    Dependent(OF_CHECKPOINTS, "checkpoint.enable", on=(True,), off=(False,)),
     Dependent(["checkpoint.export_dtype"], "checkpoint.last_save_in_hf", on=(True,), off=(False,)),
     Dependent(["compile.backend", "compile.components"], "compile.enable", on=(True,), off=(False,)),
     Dependent(_keys("float8", Float8.model_fields, "enable"), "float8.enable", on=(True,), off=(False,)),
-    Dependent(_keys("fault_tolerance", FaultTolerance.model_fields, "enable"), GROUPS_ON, on=(True,), off=(False,)),
-    Dependent(
-        [key for key in _keys("optimizer", Optimizer.model_fields) if ".muon_" in key or key == QK_CLIP],
-        OPTIMIZER,
-        on=("Muon",),
-    ),
+    Dependent(OF_GROUPS, keys.GROUPS_ON, on=(True,), off=(False,)),
+    Dependent([*OF_MUON, QK_CLIP], keys.OPTIMIZER, on=("Muon",)),
     Dependent(["int8.filter_fqns"], "int8.enable", on=(True,), off=(False,)),
     Dependent(["model.moe.balance_bias_rate"], "model.moe.balance_bias", on=(True,), off=(False,)),
     Dependent(["model.moe.swiglu_alpha"], "model.moe.swiglu_limit", off=(0,)),
-    Dependent(
-        _keys("model.moe", Moe.model_fields, "n_experts", "balance_bias_rate", "swiglu_alpha"), EXPERTS, off=(0,)
-    ),
-    Dependent([EXPERT], EXPERTS, off=(0,)),
-    Dependent(["plan.expert_imbalance"], EXPERT, off=(1,)),
-    Dependent(_keys("model.mla", Mla.model_fields, "kv_lora_rank"), LATENT, off=(0,)),
-    Dependent(["parallelism.disable_loss_parallel", ASYNC_TENSOR], TENSOR, off=(1,)),
-    Dependent([SCHEDULE, MICROBATCH, STAGES_PER_RANK, BALANCE, *END_LAYERS, STAGE_MODULES], PIPELINE, off=(1,)),
+    Dependent(OF_EXPERTS, keys.EXPERTS, off=(0,)),
+    Dependent([keys.EXPERT], keys.EXPERTS, off=(0,)),
+    Dependent(["plan.expert_imbalance"], keys.EXPERT, off=(1,)),
+    Dependent(_keys("model.mla", Mla.model_fields, "kv_lora_rank"), keys.LATENT, off=(0,)),
+    Dependent(["parallelism.disable_loss_parallel", keys.ASYNC_TENSOR], keys.TENSOR, off=(1,)),
+    Dependent(OF_PIPELINE, keys.PIPELINE, off=(1,)),
 ]
 
 
@@ -137,26 +106,24 @@ def _dependent_options(config: Config, changed: set[str], reject: Rejections) ->
 def _step_rules(config: Config, changed: set[str], reject: Rejections) -> None:
     training, total_steps = config.training, config.lr_scheduler.total_steps
     if training.global_batch_size != -1 and training.global_batch_size % training.local_batch_size:
-        reject("training.global_batch_size", f"expected a multiple of {BATCH} = {training.local_batch_size}", BATCH)
+        message = f"expected a multiple of {keys.BATCH} = {training.local_batch_size}"
+        reject("training.global_batch_size", message, keys.BATCH)
     if total_steps != -1 and total_steps < training.steps:
         message = f"expected at least training.steps = {training.steps}; the schedule ends after total_steps"
         reject("lr_scheduler.total_steps", message, "training.steps")
-    if "training.outlier_window" in changed and not training.skip_outlier_sigma:
-        message = "read only when training.skip_outlier_sigma is above 0; set that, or remove it"
-        reject("training.outlier_window", message, "training.skip_outlier_sigma")
 
 
 def _precision_rules(config: Config, changed: set[str], reject: Rejections) -> None:
     training = config.training
-    for key in (PARAM, "training.mixed_precision_reduce"):
+    for key in (keys.PARAM, "training.mixed_precision_reduce"):
         if training.dtype == "float64" and value_of(config, key) not in ("auto", "float64"):
-            reject(key, f'{DTYPE} = "float64" computes and reduces in float64; set "auto"', DTYPE)
+            reject(key, f'{keys.DTYPE} = "float64" computes and reduces in float64; set "auto"', keys.DTYPE)
     if training.mixed_precision_param == "float16" and training.dtype == "bfloat16":
-        message = f'float16 gradients need float32 weights, and {DTYPE} is "bfloat16"; set "bfloat16" or "auto"'
-        reject(PARAM, message, DTYPE)
+        message = f'float16 gradients need float32 weights, and {keys.DTYPE} is "bfloat16"; set "bfloat16" or "auto"'
+        reject(keys.PARAM, message, keys.DTYPE)
     if config.checkpoint.last_save_in_hf and (training.dtype, config.checkpoint.export_dtype) == ("float64", "auto"):
-        message = f'{DTYPE} = "float64", and Hugging Face folders have at most 32 bits; set "float32"'
-        reject("checkpoint.export_dtype", message, DTYPE, "checkpoint.last_save_in_hf")
+        message = f'{keys.DTYPE} = "float64", and Hugging Face folders have at most 32 bits; set "float32"'
+        reject("checkpoint.export_dtype", message, keys.DTYPE, "checkpoint.last_save_in_hf")
     if config.checkpoint.last_save_in_hf:
         from titanlite.config.hf.config_json import folder_rules  # here, since few runs write such a folder
 
@@ -168,30 +135,29 @@ def _optimizer_rules(config: Config, changed: set[str], reject: Rejections) -> N
     training, optimizer = config.training, config.optimizer
     low_bit, offload = optimizer.state_dtype != "auto" or optimizer.stochastic_rounding, optimizer.enable_cpu_offload
     if optimizer.stochastic_rounding and training.dtype != "bfloat16":
-        reject(ROUNDING, f'the weights are {training.dtype}; set false, or {DTYPE} = "bfloat16"', DTYPE)
+        reject(ROUNDING, f'the weights are {training.dtype}; set false, or {keys.DTYPE} = "bfloat16"', keys.DTYPE)
     if optimizer.state_dtype != "auto" and training.dtype == "float64":
-        reject(STATES, f'{DTYPE} = "float64" is for parity tests; set "auto"', DTYPE)
-    if low_bit and IMPLEMENTATION in changed:
+        reject(STATES, f'{keys.DTYPE} = "float64" is for parity tests; set "auto"', keys.DTYPE)
+    if low_bit and keys.IMPLEMENTATION in changed:
         message = "torchao computes the step with state_dtype or stochastic_rounding; remove it"
-        reject(IMPLEMENTATION, message, STATES, ROUNDING)
+        reject(keys.IMPLEMENTATION, message, STATES, ROUNDING)
     if optimizer.name == "Muon" and low_bit:
         message = 'low-bit steps are those of Adam; remove it, or set optimizer.name = "AdamW"'
-        reject(ROUNDING if optimizer.stochastic_rounding else STATES, message, OPTIMIZER)
+        reject(ROUNDING if optimizer.stochastic_rounding else STATES, message, keys.OPTIMIZER)
     if offload and (low_bit or optimizer.name == "Muon"):
         message = "the CPU's step is that of Adam and AdamW in the weights' data type; set false, or remove the other"
-        reject(OFFLOAD, message, OPTIMIZER, STATES, ROUNDING)
-    if offload and IMPLEMENTATION in changed:
-        reject(IMPLEMENTATION, f"the step with {OFFLOAD} is fused; remove it", OFFLOAD)
+        reject(OFFLOAD, message, keys.OPTIMIZER, STATES, ROUNDING)
+    if offload and keys.IMPLEMENTATION in changed:
+        reject(keys.IMPLEMENTATION, f"the step with {OFFLOAD} is fused; remove it", OFFLOAD)
     if offload and training.enable_cpu_offload:
-        reject(
-            OFFLOAD, "training.enable_cpu_offload keeps the states in host memory too; set one of the two", OFFLOAD_ALL
-        )
+        message = "training.enable_cpu_offload keeps the states in host memory too; set one of the two"
+        reject(OFFLOAD, message, OFFLOAD_ALL)
     if optimizer.name == "Muon" and optimizer.qk_clip_threshold and config.model.qk_norm:
         message = "norms of queries and keys bound the logits, and undo a factor on weights; set 0"
-        reject(QK_CLIP, message, "model.qk_norm", OPTIMIZER)
+        reject(QK_CLIP, message, "model.qk_norm", keys.OPTIMIZER)
     if optimizer.name == "Muon" and training.enable_cpu_offload:
         message = 'Muon multiplies matrices, on the device; set false, or optimizer.name = "AdamW"'
-        reject(OFFLOAD_ALL, message, OPTIMIZER)
+        reject(OFFLOAD_ALL, message, keys.OPTIMIZER)
 
 
 def _low_precision_rules(config: Config, changed: set[str], reject: Rejections) -> None:
@@ -209,7 +175,8 @@ def _low_precision_rules(config: Config, changed: set[str], reject: Rejections) 
     is_mxfp8 = float8.enable and float8.recipe == "mxfp8"
     if wants_overlap and (int8.enable or is_mxfp8):
         message = f"torch.compile overlaps no collective with {'INT8' if int8.enable else 'MXFP8'} products; set false"
-        reject(ASYNC_TENSOR, message, "float8.enable" if float8.enable else "int8.enable", "float8.recipe", TENSOR)
+        switch = "float8.enable" if float8.enable else "int8.enable"
+        reject(keys.ASYNC_TENSOR, message, switch, "float8.recipe", keys.TENSOR)
     _int8_range_rules(config, reject)
 
 
@@ -217,12 +184,12 @@ def _int8_range_rules(config: Config, reject: Rejections) -> None:
     """Reject a weight gradient that sums so many tokens that 32 bits may overflow."""
     training, parallelism = config.training, config.parallelism
     piped = parallelism.pipeline_parallel_degree > 1
-    key = MICROBATCH if piped else BATCH
+    key = keys.MICROBATCH if piped else keys.BATCH
     sequences = parallelism.pipeline_parallel_microbatch_size if piped else training.local_batch_size
     tokens = sequences * training.seq_len // parallelism.context_parallel_degree
     if config.int8.enable and tokens > MOST_INT8_TOKENS:
         message = f"the weight gradients of INT8 sum {tokens} tokens in 32 bits, which {MOST_INT8_TOKENS} cannot "
-        reject(key, message + "overflow; set less", "int8.enable", "training.seq_len", CONTEXT)
+        reject(key, message + "overflow; set less", "int8.enable", "training.seq_len", keys.CONTEXT)
 
 
 def _compile_rules(config: Config, changed: set[str], reject: Rejections) -> None:
@@ -235,7 +202,7 @@ def _compile_rules(config: Config, changed: set[str], reject: Rejections) -> Non
     if wants_overlap and not overlaps:
         message = 'torch.compile creates the overlap; set compile.enable = true, with "model" in compile.components'
         message += ' and compile.backend = "inductor", or this to false'
-        reject(ASYNC_TENSOR, message, "compile.enable", "compile.components", "compile.backend", TENSOR)
+        reject(keys.ASYNC_TENSOR, message, "compile.enable", "compile.components", "compile.backend", keys.TENSOR)
 
 
 def _fault_tolerance_rules(config: Config, changed: set[str], reject: Rejections) -> None:
@@ -244,17 +211,17 @@ def _fault_tolerance_rules(config: Config, changed: set[str], reject: Rejections
     if not section.enable:
         return
     if not 2 <= section.group_size <= MAX_GROUPS:
-        reject(GROUP_SIZE, f"expected 2 to {MAX_GROUPS} replica groups", GROUPS_ON)
+        reject(keys.GROUP_SIZE, f"expected 2 to {MAX_GROUPS} replica groups", keys.GROUPS_ON)
     elif section.replica_id >= section.group_size:
-        message = f"expected a number below {GROUP_SIZE} = {section.group_size}"
-        reject("fault_tolerance.replica_id", message, GROUP_SIZE, GROUPS_ON)
+        message = f"expected a number below {keys.GROUP_SIZE} = {section.group_size}"
+        reject("fault_tolerance.replica_id", message, keys.GROUP_SIZE, keys.GROUPS_ON)
     elif section.min_replica_size > section.group_size:
-        message = f"expected at most {GROUP_SIZE} = {section.group_size}"
-        reject("fault_tolerance.min_replica_size", message, GROUP_SIZE, GROUPS_ON)
+        message = f"expected at most {keys.GROUP_SIZE} = {section.group_size}"
+        reject("fault_tolerance.min_replica_size", message, keys.GROUP_SIZE, keys.GROUPS_ON)
     unsupported = {
-        STREAMING: (config.training.streaming, "the position in a stream is lost with a group; set false"),
-        MIXTURE: (config.training.datasets, "the losses of datasets are of one group; use one dataset"),
-        EXPERTS: (config.model.moe.n_experts, "the load of experts is balanced in one group; set 0"),
+        keys.STREAMING: (config.training.streaming, "the position in a stream is lost with a group; set false"),
+        keys.MIXTURE: (config.training.datasets, "the losses of datasets are of one group; use one dataset"),
+        keys.EXPERTS: (config.model.moe.n_experts, "the load of experts is balanced in one group; set 0"),
         "debug.sdc_check_freq": (config.debug.sdc_check_freq, "a step is computed again in one group only; set 0"),
         QK_CLIP: (config.optimizer.qk_clip_threshold, "the largest logits are those of one group; set 0"),
         "debug.fingerprint_freq": (config.debug.fingerprint_freq, "fingerprints are those of one group; set 0"),
@@ -265,4 +232,4 @@ def _fault_tolerance_rules(config: Config, changed: set[str], reject: Rejections
     }
     for key, (is_set, message) in unsupported.items():
         if is_set:
-            reject(key, f"{message}, or {GROUPS_ON} = false", GROUPS_ON)
+            reject(key, f"{message}, or {keys.GROUPS_ON} = false", keys.GROUPS_ON)

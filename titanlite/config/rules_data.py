@@ -3,17 +3,7 @@
 import re
 from collections import Counter
 
-from titanlite.config.keys import (
-    CONTEXT,
-    DATASET,
-    FRACTION,
-    MIXTURE,
-    PACKING,
-    PIPELINE,
-    PROMPTS,
-    SHUFFLE_BLOCK,
-    STREAMING,
-)
+from titanlite.config import keys
 from titanlite.config.loader import Rejections, show, value_of
 from titanlite.config.schema import DATASET_OPTIONS, FILES, FORMAT_OPTIONS, Config, DatasetOptions, Training
 
@@ -21,39 +11,46 @@ from titanlite.config.schema import DATASET_OPTIONS, FILES, FORMAT_OPTIONS, Conf
 def dataset_rules(config: Config, changed: set[str], reject: Rejections) -> None:
     """Reject options of datasets, of one or of each in a mixture, that miss or contradict others."""
     training, conversations = config.training, list[str]()
-    datasets = {f"{MIXTURE}.{number}": dataset for number, dataset in enumerate(training.datasets)}
+    datasets = {f"{keys.MIXTURE}.{number}": dataset for number, dataset in enumerate(training.datasets)}
     for section, options in (datasets or {"training": training}).items():
         switch, kind, row = f"{section}.dataset", options.dataset, f"{section}.dataset_format"
         if kind in (*FILES, "hub") and not options.dataset_path:
             path = "a name on the Hugging Face hub, as in allenai/c4" if kind == "hub" else "a file, folder or glob"
-            reject(f"{section}.dataset_path", f"{switch} = {show(kind)} needs {path}", MIXTURE)
+            reject(f"{section}.dataset_path", f"{switch} = {show(kind)} needs {path}", keys.MIXTURE)
         for readers, key, value in ((DATASET_OPTIONS, switch, kind), (FORMAT_OPTIONS, row, options.dataset_format)):
             for name, values in readers.items():
                 is_set = getattr(options, name) != type(options).model_fields[name].default
                 if is_set and value not in values:
                     message = f"read only when {key} is {' or '.join(map(show, values))}; set that, or remove it"
-                    reject(f"{section}.{name}", message, key, MIXTURE)
+                    reject(f"{section}.{name}", message, key, keys.MIXTURE)
+        if options.special_tokens_in_text == "special":
+            key = f"{section}.special_tokens_in_text"
+            if training.packing != "best_fit":
+                reject(keys.PACKING, f'EOS in a text ends no document ({key} = "special"); set "best_fit"', key)
+            if not config.model.hf_assets_path:
+                reject(key, "bytes have no special tokens; set model.hf_assets_path, or remove it", keys.MIXTURE)
         if options.dataset_format != "text" and kind in DATASET_OPTIONS["dataset_format"]:
             conversations.append(row)
     if conversations:
         _conversation_rules(config, conversations[0], reject)
     first = training.datasets[0] if training.datasets else training
-    switch = f"{MIXTURE}.0.dataset" if training.datasets else DATASET
+    switch = f"{keys.MIXTURE}.0.dataset" if training.datasets else keys.DATASET
     for key, kinds in (("validation.dataset_path", FILES), ("validation.dataset_split", ("hub",))):
         if key in changed and first.dataset not in kinds:
             message = f"read only when {switch} is {' or '.join(map(show, kinds))}; set that, or remove it"
-            reject(key, message, switch, MIXTURE)
+            reject(key, message, switch, keys.MIXTURE)
     if training.datasets:
         _mixture_rules(training, changed, reject)
     elif training.change_mixture_on_resume:
-        reject("training.change_mixture_on_resume", f"read only with {MIXTURE}; set that, or remove it", MIXTURE)
+        message = f"read only with {keys.MIXTURE}; set that, or remove it"
+        reject("training.change_mixture_on_resume", message, keys.MIXTURE)
 
 
 def _conversation_rules(config: Config, key: str, reject: Rejections) -> None:
     """Reject options with which conversations cannot be trained on. `key` is the option that says that there are."""
     reason = f"conversations ({key} = {show(value_of(config, key))})"
     if config.training.packing != "best_fit":
-        reject(PACKING, f'{reason} are not continued in another sequence; set "best_fit"', key)
+        reject(keys.PACKING, f'{reason} are not continued in another sequence; set "best_fit"', key)
     if not config.training.document_mask:
         reject("training.document_mask", f"{reason} must not attend to one another; set true", key)
     if not config.model.hf_assets_path:
@@ -64,22 +61,23 @@ def _mixture_rules(training: Training, changed: set[str], reject: Rejections) ->
     """Reject options that contradict those of a mixture, and tables that contradict each other."""
     for name in DatasetOptions.model_fields:
         if f"training.{name}" in changed:
-            reject(f"training.{name}", f"{MIXTURE} names the datasets; remove one of the two", MIXTURE)
+            reject(f"training.{name}", f"{keys.MIXTURE} names the datasets; remove one of the two", keys.MIXTURE)
     if training.streaming:
-        reject(STREAMING, f"unsupported with {MIXTURE}; set false", MIXTURE)
+        reject(keys.STREAMING, f"unsupported with {keys.MIXTURE}; set false", keys.MIXTURE)
     datasets = training.datasets
     names = Counter(dataset.name.lower() for dataset in datasets)  # file systems and searches ignore the case
     share = next((key for key in ("weight", "tokens") if any(getattr(each, key) != -1 for each in datasets)), "")
     for number, dataset in enumerate(datasets):
-        table = f"{MIXTURE}.{number}"
+        table = f"{keys.MIXTURE}.{number}"
         if not re.fullmatch(r"[\w.-]+", dataset.name, re.ASCII):
-            reject(f"{table}.name", 'expected a name of letters, digits, "_", "-" and "."', MIXTURE)
+            reject(f"{table}.name", 'expected a name of letters, digits, "_", "-" and "."', keys.MIXTURE)
         elif names[dataset.name.lower()] > 1:
-            reject(f"{table}.name", "expected another name for each dataset", MIXTURE)
+            reject(f"{table}.name", "expected another name for each dataset", keys.MIXTURE)
         if share == "weight" and dataset.tokens != -1:
-            reject(f"{table}.tokens", "this or another dataset has a weight; set one of the two in all tables", MIXTURE)
+            message = "this or another dataset has a weight; set one of the two in all tables"
+            reject(f"{table}.tokens", message, keys.MIXTURE)
         elif share and getattr(dataset, share) == -1:
-            reject(f"{table}.{share}", "other datasets have one; set it in all tables, or in none", MIXTURE)
+            reject(f"{table}.{share}", "other datasets have one; set it in all tables, or in none", keys.MIXTURE)
 
 
 def data_rules(config: Config, changed: set[str], reject: Rejections) -> None:
@@ -88,28 +86,28 @@ def data_rules(config: Config, changed: set[str], reject: Rejections) -> None:
     streaming = config.training.streaming and not config.training.datasets
     own_split = all(each.dataset == "c4" for each in config.training.datasets or [config.training])
     if streaming and dataset == "pydoc_topics":
-        reject(STREAMING, "the built-in text is in memory; set false", DATASET)
-    if streaming and SHUFFLE_BLOCK in changed and not config.training.shuffle:
-        reject(SHUFFLE_BLOCK, "read only with training.shuffle = true", "training.shuffle")
+        reject(keys.STREAMING, "the built-in text is in memory; set false", keys.DATASET)
+    if streaming and keys.SHUFFLE_BLOCK in changed and not config.training.shuffle:
+        reject(keys.SHUFFLE_BLOCK, "read only with training.shuffle = true", "training.shuffle")
     if streaming and config.training.packing == "best_fit":
         message = "best-fit packing needs the lengths of all documents, and so the token cache; set false"
-        reject(STREAMING, message, PACKING)
+        reject(keys.STREAMING, message, keys.PACKING)
     has_split = bool(validation.dataset_path or validation.dataset_split or own_split)
-    split_keys = (DATASET, MIXTURE, "validation.dataset_path", "validation.dataset_split")
-    if streaming and FRACTION in changed:
-        reject(FRACTION, "streaming cannot split off validation documents; remove it", STREAMING)
-    elif has_split and FRACTION in changed:
-        reject(FRACTION, "the dataset has a validation split of its own; remove it", *split_keys)
+    split_keys = (keys.DATASET, keys.MIXTURE, "validation.dataset_path", "validation.dataset_split")
+    if streaming and keys.FRACTION in changed:
+        reject(keys.FRACTION, "streaming cannot split off validation documents; remove it", keys.STREAMING)
+    elif has_split and keys.FRACTION in changed:
+        reject(keys.FRACTION, "the dataset has a validation split of its own; remove it", *split_keys)
     if streaming and validation.enable and not has_split:
         message = "streaming cannot split off validation documents; set validation.dataset_path (files) or "
         message += "validation.dataset_split (hub), or training.streaming = false"
-        reject("validation.enable", message, STREAMING, *split_keys)
+        reject("validation.enable", message, keys.STREAMING, *split_keys)
     elif validation.enable and not has_split and not validation.fraction:
         message = "validation.enable needs documents; set a fraction above 0"
-        reject(FRACTION, message, "validation.enable", STREAMING, *split_keys)
-    for key in (PIPELINE, CONTEXT) if validation.generate_prompts else ():
+        reject(keys.FRACTION, message, "validation.enable", keys.STREAMING, *split_keys)
+    for key in (keys.PIPELINE, keys.CONTEXT) if validation.generate_prompts else ():
         if value_of(config, key) > 1:
             message = f"a rank needs full sequences and all layers, and {key} = {value_of(config, key)}; set []"
-            reject(PROMPTS, message, key)
+            reject(keys.PROMPTS, message, key)
     if "validation.generate_tokens" in changed and not validation.generate_prompts:
-        reject("validation.generate_tokens", f"read only with {PROMPTS}; set that, or remove it", PROMPTS)
+        reject("validation.generate_tokens", f"read only with {keys.PROMPTS}; set that, or remove it", keys.PROMPTS)

@@ -2,6 +2,7 @@
 
 from titanlite.config.keys import EXPERTS, LATENT, LAYERS, TENSOR
 from titanlite.config.loader import Rejections, show
+from titanlite.config.model_sizes import COMMON
 from titanlite.config.schema import Config, Model
 
 ROTARY, POSITIONS = "model.partial_rotary_factor", "model.learned_positions"
@@ -24,7 +25,7 @@ def family_rules(config: Config, changed: set[str], reject: Rejections) -> None:
     if model.moe.n_experts and (model.activation != "silu" or not model.gated_ffn):
         key = "model.activation" if model.activation != "silu" else "model.gated_ffn"
         reject(key, "experts are SwiGLU layers; remove it", EXPERTS)
-    _rotary_rules(model, reject)
+    _rotary_rules(model, changed, reject)
     if model.llama4_scaling_beta and seq_len > model.rope_original_seq_len:
         message = f"expected at most model.rope_original_seq_len = {model.rope_original_seq_len}: queries at later "
         message += "positions have a factor (model.llama4_scaling_beta), which is unsupported"
@@ -39,13 +40,19 @@ def family_rules(config: Config, changed: set[str], reject: Rejections) -> None:
             reject("model.hf_model_type", f"expected one of {', '.join(map(show, FAMILIES))}, or nothing")
 
 
-def _rotary_rules(model: Model, reject: Rejections) -> None:
-    """Reject rotated channels that are no pairs, and factors of longrope that are not one for each pair."""
+def _rotary_rules(model: Model, changed: set[str], reject: Rejections) -> None:
+    """Reject rotated channels that are no pairs, factors of longrope that are not one for each pair, and options of a
+    scaling that no layer has; a scaling by 1 that is written out turns them off."""
     layers, reads = model.of_layers(), ("model.head_dim", ROTARY, LAYERS, LATENT)
     odd = [layer.rope_dim for layer in layers if layer.rope_dim % 2]
     if odd and not model.rope_width % 2:
         where = LAYERS if model.layer_pattern else ROTARY
         reject(where, f"expected an even number of rotated channels, got {odd[0]} of {model.rope_width}", *reads)
+    if SCALED not in changed and all(layer.rope_scaling_factor == 1 for layer in layers):
+        read = {"rope_theta", *FACTORS, "rope_original_seq_len" if model.llama4_scaling_beta else ""}
+        names = {key.removeprefix("model.") for key in changed if key.startswith("model.rope_")} - read
+        for name in sorted(name for name in names if getattr(model, name) != COMMON.get(name)):
+            reject(f"model.{name}", f"read only when {SCALED} is above 1; set that, or remove it", SCALED, LAYERS)
     is_long = model.rope_scaling_type == "longrope"
     pairs = [layer.rope_dim // 2 for layer in layers if is_long and layer.rope_scaling_factor > 1 and layer.rope_dim]
     for name in FACTORS:

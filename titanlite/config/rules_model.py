@@ -2,7 +2,7 @@
 
 from titanlite.config.keys import BATCH, EXPERT, EXPERTS, LATENT, RESHARD, TENSOR
 from titanlite.config.loader import Rejections, show
-from titanlite.config.schema import Config, Moe, count_parameters
+from titanlite.config.schema import SEEDED, Config, Moe, count_parameters
 from titanlite.config.types import MOST_TOKENS
 
 HEAD_DIM, NOPE, ROPE = "model.head_dim", "model.mla.qk_nope_head_dim", "model.mla.qk_rope_head_dim"
@@ -26,6 +26,9 @@ def model_rules(config: Config, changed: set[str], reject: Rejections) -> None:
     if model.n_heads % model.n_kv_heads and not model.mla.kv_lora_rank:
         message = f"expected a divisor of model.n_heads = {model.n_heads}; each KV head serves a group of query heads"
         reject("model.n_kv_heads", message, "model.n_heads")
+    if model.new_tokens != "none" and config.initial_weights == SEEDED:
+        place = "checkpoint.initial_load_path"
+        reject("model.new_tokens", f'read only with initial weights ({place}); set "none"', place)
     scaling = model.rope_scaling_type if model.rope_scaling_factor > 1 else ""
     reads = ("model.rope_scaling_factor", "model.rope_scaling_type")
     if scaling == "llama3" and model.rope_low_freq_factor >= model.rope_high_freq_factor:
@@ -131,7 +134,5 @@ def size_rules(config: Config, changed: set[str], reject: Rejections) -> None:
         message = f"{tokens} tokens of {BATCH} sequences have activations or scores of {widest} numbers each, of "
         reject("training.seq_len", f"{message}more bytes than an int64 counts; set smaller ones", *reads)
     if (n_parameters := count_parameters(model)) > MOST_TOKENS:
-        message = (
-            f"the model has {n_parameters} parameters: expected at most {MOST_TOKENS}, which float64 counts exactly"
-        )
-        reject("model.dim", message, "model.n_layers", HEAD_DIM, *reads)
+        message = f"{n_parameters} parameters: expected at most {MOST_TOKENS}, which float64 counts exactly"
+        reject("model.dim", f"the model has {message}", "model.n_layers", HEAD_DIM, *reads)

@@ -216,7 +216,11 @@ class Model(Section):
     ffn_dim: Count
     """Width of the SwiGLU feed-forward layer."""
     vocab_size: Count
-    """Size of the vocabulary in the embedding and the output head; at least the tokenizer's."""
+    """Size of the vocabulary in the embedding and the output head, unless it is set: the flavor's, or the tokenizer's
+    if that is larger; from_hf: that of its weights, unless new_tokens adds to them."""
+    new_tokens: Literal["none", "mean"] = "none"
+    """Rows of tokens that a Hugging Face folder with initial weights has none for, as those that were added for a chat.
+    mean: the mean of its rows, in the embedding and the output head."""
     norm_eps: Positive
     """Epsilon of the RMS norms."""
     tie_embeddings: bool
@@ -358,7 +362,7 @@ class Model(Section):
     def identity(self) -> dict[str, Any]:
         """Return what a resumed run must share with the one that saved: every dimension, as plain JSON."""
         later = {key for key, field in Model.model_fields.items() if not field.is_required()}
-        dimensions = identity_of(self, later, exclude={"flavor", "hf_assets_path", "moe", "mla"})
+        dimensions = identity_of(self, later, exclude={"flavor", "hf_assets_path", "new_tokens", "moe", "mla"})
         latents = identity_of(self.mla, {"norm_eps"}) if self.mla.kv_lora_rank else {}
         dimensions |= {f"mla.{key}": value for key, value in latents.items()}
         experts = self.moe.identity() if self.moe.n_experts else {}
@@ -378,6 +382,11 @@ class Model(Section):
         elif isinstance(flavor, str):
             defaults = SIZES.get(flavor, defaults)
         options = {**defaults, **values}
+        follows = flavor != "from_hf" or values.get("new_tokens") == "mean"
+        if follows and "vocab_size" not in values and (assets := values.get("hf_assets_path")):
+            from titanlite.config.hf.tokenizer_size import n_token_ids  # here, since a run on bytes needs no file
+
+            options["vocab_size"] = max(options["vocab_size"], n_token_ids(assets))
         for name in ("moe", "mla"):
             if isinstance(values.get(name), dict):
                 options[name] = {**defaults.get(name, {}), **values[name]}
@@ -449,6 +458,9 @@ class DatasetOptions(Section):
     """prompt_response: column with what the assistant answers."""
     long_conversations: Literal["reject", "drop", "truncate"] = "reject"
     """What becomes of conversations of more than seq_len + 1 tokens. truncate: their beginning is kept."""
+    special_tokens_in_text: Literal["ordinary", "special"] = "ordinary"
+    """What special tokens become that a text or a message spells out: ordinary text, or special, as in text that a chat
+    template has rendered before. BOS and EOS that such a text has are not added to it again."""
     text_sample_by: Literal["document", "paragraph", "line"] = "document"
     """What one document of dataset = "text" is: a file, a paragraph or a line."""
 
@@ -861,6 +873,12 @@ class Config(Section):
     fault_tolerance: FaultTolerance = Field(default_factory=FaultTolerance)
     plan: Plan = Field(default_factory=Plan)
     debug: Debug = Field(default_factory=Debug)
+
+    @property
+    def initial_weights(self) -> str:
+        """The folder or checkpoint whose weights the run starts from; SEEDED: none."""
+        from_hf = self.model.flavor == "from_hf"
+        return self.checkpoint.initial_load_path or (self.model.hf_assets_path if from_hf else SEEDED)
 
     @property
     def gradient_accumulation_steps(self) -> int:

@@ -6,54 +6,50 @@ shard is built again alone.
 """
 
 import contextlib
-import functools
+import dataclasses
 import os
 import queue
 import random
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
 
-from titanlite.config.loader import ConfigError
-from titanlite.data import shard_builder, shard_files, token_shards
+from titanlite.config.loader import ConfigError, show
+from titanlite.data import shard_builder, token_shards
 from titanlite.data.files import Segment
 from titanlite.data.shard_builder import CacheOptions
 from titanlite.data.token_shards import DamagedShardError, DType, Index, Shard, shard_name
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.data.worker import THREADS, TokenizerProcess, Worker
+from titanlite.data.worker import THREADS, Worker
 from titanlite.files.durable import sync_folder
 from titanlite.launch import process
 from titanlite.launch.folder_lock import FolderInUse, FolderLock
 from titanlite.launch.progress import alive, progress
 
+MOST_SHOWN = 20
+"""Names of columns and keys that are not read, in a message."""
 
+
+@dataclasses.dataclass
 class CacheBuilder:
     """Builds the shards of a token cache that are missing or damaged, alone or together with other runs."""
 
-    def __init__(
-        self,
-        folder: Path,
-        dtype: DType,
-        segments: list[list[Segment]],
-        options: CacheOptions,
-        tokenizer: Tokenizer,
-        option: str,
-    ):
-        self.folder, self.dtype, self.segments = folder, dtype, segments
-        self.options, self.option = options, option
+    folder: Path
+    dtype: DType
+    segments: list[list[Segment]]
+    options: CacheOptions
+    tokenizer: Tokenizer
+    option: str
+
+    def __post_init__(self) -> None:
         self.shards: dict[int, Shard] = {}
+        self.unread: set[str] = set()
         self.advances: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self.stopped = threading.Event()
-        self._claim = threading.Lock()
-        self._unfinished: list[Callable[[], None]] = []  # removes what is there while a shard is built
-        self._unclaimed: list[int] = []
-        self._build: Any = lambda *of: shard_builder.build_shard(*of, tokenizer)
-        if isinstance(tokenizer, TokenizerProcess):
-            self._build = functools.partial(shard_builder.build_in_worker, tokenizer)
+        self._unfinished: list[contextlib.ExitStack] = []  # remove what is there while shards are built
 
     def build(self) -> None:
         """Build all shards and the index. Raises ConfigError if they cannot be written."""
@@ -63,6 +59,10 @@ class CacheBuilder:
             self._wait_for_others()
             index = Index(dtype=self.dtype, shards=[self.shards[number] for number in range(len(self.segments))])
             index.publish(self.folder / token_shards.INDEX)
+            if names := [show(name) for name in sorted(self.unread)]:
+                more = f" and {len(names) - MOST_SHOWN:,} more" if len(names) > MOST_SHOWN else ""
+                line = f"{self.options.source}: not read of its rows: "
+                print(f"{line}{', '.join(names[:MOST_SHOWN])}{more}", flush=True)
         except OSError as error:
             raise ConfigError([f"{self.option}: cannot be written: {error.strerror}"]) from None
         finally:
@@ -77,7 +77,6 @@ class CacheBuilder:
             self._look(number)
         first = random.randrange(len(self.segments))  # nodes that share the work begin at different places
         missing = sorted(set(range(len(self.segments))) - set(self.shards), key=lambda number: (number < first, number))
-        self._unclaimed = missing
         n_workers = max(1, min(len(missing), process.available_cores() // THREADS))
         total = sum(segment.bytes for number in missing for segment in self.segments[number])
         with (
@@ -85,13 +84,12 @@ class CacheBuilder:
             progress("building the token cache", total=total, unit="bytes") as advance,
         ):
             pool = stack.enter_context(ThreadPoolExecutor(n_workers))
-            stack.push(self._stop_workers)
+            stack.push(lambda error, *_: error and self.stopped.set())  # all workers end if one has failed
             workers = [Worker(self.options.hf_assets_path) for _ in range(n_workers)] if n_workers > 1 else []
             for worker in workers:
                 stack.callback(worker.close)
-            begin, n_tokens = time.monotonic(), 0
-            builds = [functools.partial(shard_builder.build_in_worker, worker) for worker in workers] or [self._build]
-            running = {pool.submit(self._work, build) for build in builds}
+            begin, n_tokens, unclaimed = time.monotonic(), 0, iter(missing)
+            running = {pool.submit(self._work, unclaimed, worker) for worker in workers or [self.tokenizer]}
             while running:
                 finished, running = wait(running, timeout=0.1, return_when=FIRST_COMPLETED)
                 while not self.advances.empty():
@@ -101,22 +99,17 @@ class CacheBuilder:
                 for future in finished:
                     future.result()
 
-    def _stop_workers(self, error: type[BaseException] | None, *_: Any) -> None:
-        """Have all workers end, if one of them has failed."""
-        if error:
-            self.stopped.set()
-
     def _stop(self) -> None:
         """Leave complete shards only, before a signal ends the process."""
         self.stopped.set()
-        for remove in list(self._unfinished):
-            remove()
+        for stack in list(self._unfinished):
+            stack.close()
 
     def _look(self, number: int, *, removes: bool = False) -> bool:
         """Return whether a shard is there and has its size; `removes` removes what is damaged."""
         path = self.folder / shard_name(number)
         try:
-            self.shards[number] = shard_files.read_shard(path, self.dtype)
+            self.shards[number] = shard_builder.read_shard(path, self.dtype)
         except FileNotFoundError:
             return False
         except DamagedShardError as error:
@@ -126,17 +119,15 @@ class CacheBuilder:
             return False
         return True
 
-    def _work(self, build: Any) -> None:
-        """Build shards that no other run builds, until all are there or being built."""
-        while not self.stopped.is_set():
-            with self._claim:
-                if not self._unclaimed:
-                    return
-                number = self._unclaimed.pop(0)
+    def _work(self, unclaimed: Iterator[int], tokenizer: Tokenizer | Worker) -> None:
+        """Build shards that no other run builds, until none is left of an iterator that the workers share."""
+        for number in unclaimed:
+            if self.stopped.is_set():
+                return
             with contextlib.suppress(FolderInUse):
-                self._build_shard(number, build)
+                self._build_shard(number, tokenizer)
 
-    def _build_shard(self, number: int, build: Any) -> None:
+    def _build_shard(self, number: int, tokenizer: Tokenizer | Worker) -> None:
         """Build a shard, unless it is there by now. Raises FolderInUse if another run builds it."""
         lock = FolderLock(
             self.folder,
@@ -145,26 +136,25 @@ class CacheBuilder:
             advice="this run waits until it has built this shard of the token cache",
             lost=lambda message: None,  # is_held() is asked before anything is published
         )
-        with lock:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(lock)
             if self._look(number, removes=True):
                 return
             for left in self.folder.glob(f"{number:05}.*.tmp"):  # by a run that was killed
                 left.unlink(missing_ok=True)
             temporary = self.folder / f"{number:05}.{secrets.token_hex(8)}.tmp"
-            removals = [functools.partial(temporary.unlink, missing_ok=True), lock.release]
-            self._unfinished += removals
-            try:
-                shard = build(temporary, self.dtype, number, self.segments[number], self.options, self._report)
-                if lock.is_held():  # else another run took over while this process was suspended
-                    os.rename(temporary, self.folder / shard_name(number))
-                    sync_folder(self.folder)
-                    self.shards[number] = shard
-            finally:
-                for remove in removals:
-                    self._unfinished.remove(remove)
-                temporary.unlink(missing_ok=True)
+            stack.callback(temporary.unlink, missing_ok=True)
+            self._unfinished.append(stack)
+            stack.callback(self._unfinished.remove, stack)
+            of_shard = temporary, self.dtype, number, self.segments[number], self.options, self._report
+            shard = shard_builder.build_in_worker(tokenizer, *of_shard)
+            if lock.is_held():  # else another run took over while this process was suspended
+                os.rename(temporary, self.folder / shard_name(number))
+                sync_folder(self.folder)
+                self.shards[number] = shard
 
-    def _report(self, n_bytes: int, n_tokens: int) -> None:
+    def _report(self, n_bytes: int, n_tokens: int, unread: list[str]) -> None:
+        self.unread.update(unread)
         if self.stopped.is_set():
             raise InterruptedError
         self.advances.put((n_bytes, n_tokens))
@@ -172,11 +162,9 @@ class CacheBuilder:
     def _wait_for_others(self) -> None:
         """Wait for the shards that other runs build, and build what they leave."""
         missing = [number for number in range(len(self.segments)) if number not in self.shards]
-        if not missing:
-            return
         with progress("waiting until another run has built its shards of the token cache"):
             while missing := [number for number in missing if not self._look(number)]:
                 with contextlib.suppress(FolderInUse):
-                    self._build_shard(missing[0], self._build)
+                    self._build_shard(missing[0], self.tokenizer)
                 alive()
                 time.sleep(0.2)

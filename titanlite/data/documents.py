@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import glob
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -10,14 +9,12 @@ from typing import Any
 
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.regular_file import open_file
-from titanlite.config.schema import Training
-from titanlite.data.files import Row, Segment, place, read_rows, segment_of
+from titanlite.data.files import Row, Segment, files_of, place, read_rows, segment_of
 from titanlite.data.source import Source
 
-# Suffixes of the files that are read from a folder, by dataset
-SUFFIXES = {"text": (".txt",), "json": (".json", ".jsonl", ".json.gz", ".jsonl.gz"), "parquet": (".parquet",)}
 SAMPLE_BYTES, SAMPLES = 2**16, 16  # of a large file, for _content_hash
 SAMPLES_OF_ALL = 2**14  # of all files together
+MOST_UNREAD = 1000  # names of columns that are not read
 
 
 def open_dataset(source: Source) -> tuple[Iterable[Segment], str]:
@@ -27,9 +24,7 @@ def open_dataset(source: Source) -> tuple[Iterable[Segment], str]:
     options = source.training
     segments: Iterable[Segment]
     if source.is_files:
-        files = _files(source)
-        segments = _segments(options, files)  # opens the files, which a run with a cache need not
-        fingerprint = _content_hash(files, with_times=True)
+        segments, fingerprint = _open_files(source, with_times=True)
     elif options.dataset == "pydoc_topics":
         texts = _topics()
         segments = [Segment("", 0, len(texts), sum(map(len, texts)))]
@@ -39,7 +34,10 @@ def open_dataset(source: Source) -> tuple[Iterable[Segment], str]:
 
         dataset = hub.load(source, streaming=False)
         segments, fingerprint = [Segment("", 0, len(dataset), dataset.data.nbytes)], dataset._fingerprint
-    return segments, f"{options.dataset}/{fingerprint}/{source.columns}/{options.text_sample_by}"
+    return (
+        segments,
+        f"{options.dataset}/{fingerprint}/{source.columns}/{options.text_sample_by}/{options.special_tokens_in_text}",
+    )
 
 
 def open_stream(source: Source) -> tuple[list[Segment] | Any, str]:
@@ -47,9 +45,8 @@ def open_stream(source: Source) -> tuple[list[Segment] | Any, str]:
     the hub; and the identity of its documents and their order. Raises ConfigError as open_dataset does."""
     options = source.training
     if source.is_files:
-        files = _files(source)
-        stream: Any = list(_segments(options, files))
-        path, content = "", _content_hash(files, with_times=False)
+        segments, content = _open_files(source, with_times=False)
+        stream, path = list(segments), ""
     else:
         from titanlite.data import hub  # here, as most runs are on files
 
@@ -59,10 +56,14 @@ def open_stream(source: Source) -> tuple[list[Segment] | Any, str]:
 
 
 def read_documents(
-    source: Source, segment: Segment, document_of: Callable[[dict[str, Any]], str] | None = None
-) -> Iterator[tuple[int, str]]:
-    """Yield where the document after each document of a segment begins, and its text. `document_of` returns it from a
-    row's columns, or raises ValueError; None: it is the only column.
+    source: Source,
+    segment: Segment,
+    document_of: Callable[[dict[str, Any]], Any] | None = None,
+    unread: set[str] | None = None,
+) -> Iterator[tuple[int, Any]]:
+    """Yield where the document after each document of a segment begins, and its text. `document_of` returns it, or
+    several, from a row's columns, or raises ValueError; None: it is the only column. `unread` gets the names of other
+    columns.
 
     Raises:
         ConfigError: for a row that has no text; one line that names the file and the row.
@@ -79,6 +80,8 @@ def read_documents(
 
         rows = hub.read_rows(source, segment)
     for row in rows:
+        if unread is not None and len(unread) < MOST_UNREAD:
+            unread.update(row.others)
         try:
             yield row.end, document_of(row.values) if document_of else text_of(row.values[column], column)
         except ValueError as error:
@@ -92,13 +95,7 @@ def text_of(value: Any, column: str) -> str:
     if not isinstance(value, str):
         what = "no text (null)" if value is None else f"a value of type {type(value).__name__}"
         raise ValueError(f"column {show(column)} holds {what} where a document's text is expected")
-    if value.isascii():
-        return value
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return value
+    return value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 @functools.cache
@@ -108,27 +105,12 @@ def _topics() -> list[str]:
     return [topics[name] for name in sorted(topics)]
 
 
-def _files(source: Source) -> list[Path]:
-    """Return the files that a path, folder or glob names, sorted so that every machine reads them in the same order."""
-    path = Path(source.training.dataset_path).expanduser()
-    suffixes = SUFFIXES[source.training.dataset]
-    if path.is_dir():
-        files = [file for file in path.rglob("*") if file.name.endswith(suffixes)]
-    else:
-        files = [path] if path.exists() else [Path(file) for file in glob.glob(str(path), recursive=True)]
-    files = sorted(file for file in files if not file.is_dir())
-    if not files:
-        reason = f"no file in it ends in {' or '.join(suffixes)}" if path.is_dir() else "no such file or folder"
-        raise ConfigError([f"{source}: {reason}"])
-    for file in files:
-        if not file.is_file() or str(file).encode(errors="ignore").decode() != str(file):
-            raise ConfigError([f"{source}: {file}: expected a regular file, or a link to one, with a name in UTF-8"])
-    return files
-
-
-def _segments(training: Training, files: list[Path]) -> Iterator[Segment]:
-    readable = survivors(files) if training.dataset == "parquet" else files
-    return (segment_of(training, file) for file in readable)
+def _open_files(source: Source, *, with_times: bool) -> tuple[Iterator[Segment], str]:
+    """Return the segments of a dataset's files, which are opened as they are asked for, since a run with a cache need
+    not open them, and _content_hash."""
+    files = files_of(source)
+    readable = survivors(files) if source.training.dataset == "parquet" else files
+    return (segment_of(source.training, file) for file in readable), _content_hash(files, with_times=with_times)
 
 
 def survivors(files: Iterable[Path]) -> Iterator[Path]:

@@ -1,4 +1,4 @@
-"""Rows of text, JSON and parquet files, read from any place on.
+"""Which files a folder stands for, and the rows of text, JSON and parquet files, read from any place on.
 
 A segment is a range of a file's rows. What `begin` and `end` count depends on the file:
 
@@ -8,18 +8,36 @@ A segment is a range of a file's rows. What `begin` and `end` count depends on t
     text by document                         files: the file is one row, 0
 """
 
+import bz2
 import contextlib
+import glob
 import gzip
+import io
 import json
-from collections.abc import Iterator, Sequence
+import lzma
+import os
+import re
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from titanlite.config.errors import TrainingError
-from titanlite.config.loader import ConfigError, show
+from titanlite.config.loader import ConfigError, printable, show
 from titanlite.config.regular_file import open_file
 from titanlite.config.schema import Training
+from titanlite.data.source import Source
 from titanlite.files.durable import is_transient
+
+SUFFIXES = {"text": (".txt",), "json": (".json", ".jsonl"), "parquet": (".parquet",)}
+"""Suffixes, in any case, of the files that are read from a folder, by dataset. Text and JSON may be compressed."""
+TOOLS = "tools"
+"""Column that a row with a conversation may have beside those that it must: the tools that the assistant may call."""
+COMPRESSED = re.compile(r"\.(gz|bz2|xz|zst)$", re.IGNORECASE)
+SPLIT = re.compile(
+    r"(?<![a-z])(?:(train)|(val|valid|validate|dev)|(test|eval|held.?out|hold.?out))"
+    r"(?:ing|ation|uation|s|sets?|data|split)?(?![a-z])"
+)
+"""Words in names by which people tell splits apart: 1 training, 2 validation, 3 test. The last one counts."""
 
 LARGEST_ROW = 2**26
 """Bytes of a row, at most: it is in memory more than once while it is read."""
@@ -28,6 +46,22 @@ BYTES_AT_A_TIME = 2**24
 END = 2**62
 """`end` of a segment whose number of rows or bytes is not known."""
 BOM = b"\xef\xbb\xbf"
+KINDS = {
+    "gzip": rb"\x1f\x8b",
+    "bzip2": rb"BZh.1AY&SY",
+    "xz": rb"\xfd7zXZ\0",
+    "zstd": rb"\x28\xb5\x2f\xfd",
+    "parquet": rb"PAR1",
+    "PDF": rb"%PDF-",
+    "zip": rb"PK[\3\5\7]",
+    "tar": rb".{257}ustar",
+    "an image": rb"\x89PNG|\xff\xd8\xff|GIF8[79]a",
+    "a pickle": rb"\x80[\2-\5]",
+    "a pointer of Git LFS (git lfs pull)": rb"version https://git-lfs\.github\.com/spec/v1\n",
+    "UTF-16 (iconv -f UTF-16 -t UTF-8)": rb"\xff\xfe|\xfe\xff|([^\0]\0){8}|(\0[^\0]){8}",
+    "zeros": rb"\0{16}",
+}
+"""What files are that are no text in UTF-8, by a regular expression for their beginning."""
 
 
 class Segment(NamedTuple):
@@ -47,14 +81,64 @@ class Row(NamedTuple):
     end: int
     values: dict[str, Any]
     """By column; text files have the column "text"."""
+    others: Collection[str] = ()
+    """Its columns that are not read."""
 
 
 class BadRowError(Exception):
-    """A row cannot be read; the message says why."""
+    """A row cannot be read: its beginning, and why."""
 
-    def __init__(self, begin: int, problem: str):
-        super().__init__(problem)
-        self.begin = begin
+
+def files_of(source: Source) -> list[Path]:
+    """Return the files that a path, folder or glob names, sorted so that every machine reads them in the same order.
+    Print which those of a folder or glob are, and what is left out. Raises ConfigError if there are none."""
+    path = Path(source.training.dataset_path).expanduser()
+    names, reasons, is_folder = {path.name: path}, dict[str, str](), path.is_dir()
+    if is_folder or not path.exists():
+        found = path.rglob("*") if is_folder else map(Path, glob.glob(str(path), recursive=True))
+        files = sorted(file for file in found if file.is_symlink() or not file.is_dir())
+        root = path if is_folder or not files else Path(os.path.commonpath([file.parent for file in files]))
+        names = {str(file.relative_to(root)): file for file in files}
+        reasons = _left_out(source, names, is_folder=is_folder)
+    line = ""
+    for reason in dict.fromkeys(reasons.values()):
+        line += f"; left out as {reason}: {_listed([name for name in reasons if reasons[name] == reason])}"
+    read = [name for name in names if name not in reasons]
+    if not read:
+        suffixes = " or ".join(SUFFIXES[source.training.dataset])
+        problem = f"no file in it ends in {suffixes}" if is_folder else "no such file or folder"
+        raise ConfigError([f"{source}: {problem}{line}"])
+    files = [names[name] for name in read]
+    for file in files:
+        if not file.is_file() or str(file).encode(errors="ignore").decode() != str(file):
+            raise ConfigError([f"{source}: {file}: expected a regular file, or a link to one, with a name in UTF-8"])
+    if files != [path]:
+        print(printable(f"{source}: reads {_listed(read)}{line}"), flush=True)
+    return files
+
+
+def _left_out(source: Source, files: dict[str, Path], *, is_folder: bool) -> dict[str, str]:
+    """Return why some files of a folder, or of a glob, are left out, by their names in what they have in common."""
+    suffixes, reasons = SUFFIXES[source.training.dataset], dict[str, str]()
+    for name, file in files.items():
+        unpacked = name if source.training.dataset == "parquet" else COMPRESSED.sub("", name)
+        if file.is_dir():
+            reasons[name] = "a linked folder"
+        elif is_folder and any(part.startswith(".") for part in Path(name).parts):
+            reasons[name] = "hidden"
+        elif is_folder and not unpacked.lower().endswith(suffixes):
+            reasons[name] = f"not ending in {' or '.join(suffixes)}"
+        elif unpacked != name and unpacked in files:
+            reasons[name] = "there uncompressed"
+    words = {name: SPLIT.finditer(name.lower()) for name in files if name not in reasons}
+    splits = {name: [0, *(word.lastindex for word in of_name)][-1] for name, of_name in words.items()}
+    found = set(splits.values())
+    own = {0, 1} if source.path_option.startswith("training") else {2} & found or {3} & found or found
+    return reasons | {name: "of another split" for name, split in splits.items() if 1 in found and split not in own}
+
+
+def _listed(names: list[str]) -> str:
+    return f"{len(names):,}: {', '.join(names[:4])}" + ", ..." * (len(names) > 4)
 
 
 def is_splittable(segment: Segment) -> bool:
@@ -62,17 +146,25 @@ def is_splittable(segment: Segment) -> bool:
     return segment.end not in (1, END)
 
 
+def _rows_are(training: Training, path: Path) -> str:
+    """Return what the rows of a file are: a key of _READERS."""
+    if training.dataset == "json":
+        with _open(path) as file:
+            return "array" if file.read(2**10).removeprefix(BOM).lstrip()[:1] == b"[" else "json"
+    return "parquet" if training.dataset == "parquet" else training.text_sample_by
+
+
 def segment_of(training: Training, path: Path) -> Segment:
     """Return the segment of all rows of a file. Raises ConfigError if it cannot be read."""
-    size = path.stat().st_size
-    if training.dataset == "parquet":
-        with _errors_of(path):
-            return Segment(str(path), 0, _parquet(path).metadata.num_rows, size)
-    if training.dataset == "text" and training.text_sample_by == "document":
-        return Segment(str(path), 0, 1, size)
-    if path.suffix == ".gz" or _is_json_array(training, path):
-        return Segment(str(path), 0, END, size)
-    return Segment(str(path), 0, size, size)
+    with _errors_of(path), open_file(path) as file:
+        end = size = path.stat().st_size
+        if (rows := _rows_are(training, path)) == "parquet":
+            end = _parquet(path).metadata.num_rows
+        elif rows == "document":
+            end = 1
+        elif rows == "array" or _kind(file) in UNPACKED:
+            end = END
+    return Segment(str(path), 0, end, size)
 
 
 def read_rows(training: Training, segment: Segment, columns: Sequence[str]) -> Iterator[Row]:
@@ -85,29 +177,28 @@ def read_rows(training: Training, segment: Segment, columns: Sequence[str]) -> I
     path = Path(segment.file)
     with _errors_of(path):
         try:
-            if training.dataset == "parquet":
-                yield from _parquet_rows(training, path, segment, columns)
-            elif training.dataset == "json" and _is_json_array(training, path):
-                yield from _array_rows(training, path, segment, columns)
-            else:
-                with _open(path) as file:
-                    yield from _rows_of_bytes(training, file, segment, columns)
+            yield from _READERS[_rows_are(training, path)](training, path, segment, columns)
         except BadRowError as error:
-            raise ConfigError([f"{place(training, segment.file, error.begin)}: {error}"]) from None
+            begin, problem = error.args
+            raise ConfigError([f"{place(training, segment.file, begin)}: {problem}"]) from None
 
 
 def place(training: Training, file: str, begin: int) -> str:
     """Return the file and the number of the row or line, from 1 on, for messages."""
-    path = Path(file)
-    if training.dataset == "text" and training.text_sample_by == "document":
+    if (rows := _rows_are(training, Path(file))) == "document":
         return file
-    if training.dataset == "parquet" or _is_json_array(training, path):
+    if rows in ("parquet", "array"):
         return f"{file}, row {begin + 1:,}"
-    line, position = 1, 0
-    with _open(path) as content:
-        while position < begin and (chunk := content.read(min(begin - position, 2**24))):
-            line, position = line + chunk.count(b"\n"), position + len(chunk)
-    return f"{file}, line {line:,}"
+    with _open(Path(file)) as content:
+        return f"{file}, line {_skip(content, begin) + 1:,}"
+
+
+def _skip(file: BinaryIO, n: int) -> int:
+    """Read the first bytes of a file, and return how many line feeds they have."""
+    n_lines = 0
+    while n and (chunk := file.read(min(n, 2**24))):
+        n, n_lines = n - len(chunk), n_lines + chunk.count(b"\n")
+    return n_lines
 
 
 @contextlib.contextmanager
@@ -125,43 +216,53 @@ def _errors_of(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _open(path: Path) -> Iterator[BinaryIO]:
-    with open_file(path) as file:
-        if path.suffix != ".gz":
-            yield file
-            return
-        with gzip.open(file) as unpacked:
-            yield unpacked  # type: ignore[misc]
+    """Open a file of text, unpacked if it is compressed. Raises ConfigError with what it is if that is no text."""
+    with open_file(path) as file, UNPACKED.get(_kind(file), contextlib.nullcontext)(file) as content:
+        if kind := _kind(content):
+            raise ConfigError([f"{path}: expected text in UTF-8, found {kind}"])
+        yield content
 
 
-def _is_json_array(training: Training, path: Path) -> bool:
-    if training.dataset != "json":
-        return False
-    with _errors_of(path), _open(path) as file:
-        return file.read(2**10).removeprefix(BOM).lstrip()[:1] == b"["
+def _kind(file: Any) -> str:
+    """Return what a file at its beginning is, if that is known and no text in UTF-8."""
+    begin = file.peek(512)
+    return next((kind for kind, pattern in KINDS.items() if re.match(pattern, begin, re.DOTALL)), "")
 
 
-def _select(training: Training, row: Any, begin: int, columns: Sequence[str]) -> dict[str, Any]:
-    """Return some columns of a JSON object."""
+def _unpack_zstd(file: BinaryIO) -> BinaryIO:
+    import pyarrow  # here, since a run on other data does not need it
+
+    return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))
+
+
+UNPACKED = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open, "zstd": _unpack_zstd}
+
+
+def _select(training: Training, row: Any, begin: int, end: int, columns: Sequence[str]) -> Row:
+    """Return the row that is a JSON object, with some of its columns."""
     if not isinstance(row, dict):
         raise BadRowError(begin, f"expected a JSON object, found a value of type {type(row).__name__}")
     for column in columns:
         if column not in row:
-            raise BadRowError(begin, _no_column(training, column, list(row)))
-    return {column: row[column] for column in columns}
+            raise BadRowError(begin, no_column(training, column, list(row)))
+    own = columns_in(training, columns, row)
+    return Row(begin, end, {column: row[column] for column in own}, row.keys() - own)
 
 
-def column_option(training: Training, column: str) -> str:
-    """Return the option that names a column, for messages."""
+def columns_in(training: Training, columns: Sequence[str], names: Collection[str]) -> list[str]:
+    """Return the columns that are read of a row with these: some that it must have, and TOOLS of a conversation."""
+    return [*columns, *({TOOLS}.intersection(names) - {*columns} if training.dataset_format != "text" else ())]
+
+
+def no_column(training: Training, column: str, names: Sequence[str]) -> str:
+    """Return the message about a column that a dataset lacks, with those that it has and the option to set."""
     keys = {
         "text": ["dataset_text_key"],
         "messages": ["dataset_messages_key"],
         "prompt_response": ["dataset_prompt_key", "dataset_response_key"],
     }[training.dataset_format]
-    return next(f"training.{key}" for key in keys if getattr(training, key) == column)
-
-
-def _no_column(training: Training, column: str, names: list[str]) -> str:
-    return f"no column {show(column)}; it has {', '.join(names) or 'none'} ({column_option(training, column)})"
+    key = next(key for key in keys if getattr(training, key) == column)
+    return f"no column {show(column)}; it has {', '.join(names) or 'none'} (training.{key})"
 
 
 def _array_rows(training: Training, path: Path, segment: Segment, columns: Sequence[str]) -> Iterator[Row]:
@@ -172,7 +273,7 @@ def _array_rows(training: Training, path: Path, segment: Segment, columns: Seque
         raise ConfigError([problem])
     rows = json.loads(content.removeprefix(BOM).decode())
     for index in range(segment.begin, min(segment.end, len(rows))):
-        yield Row(index, index + 1, _select(training, rows[index], index, columns))
+        yield _select(training, rows[index], index, index + 1, columns)
 
 
 def rows_at_a_time(n_rows: int, n_bytes: int) -> int:
@@ -192,8 +293,8 @@ def _parquet_rows(training: Training, path: Path, segment: Segment, columns: Seq
     names = file.schema_arrow.names
     for column in columns:
         if column not in names:
-            raise ConfigError([f"{path}: {_no_column(training, column, names)}"])
-    row = 0
+            raise ConfigError([f"{path}: {no_column(training, column, names)}"])
+    columns, row = columns_in(training, columns, names), 0
     for group in range(file.num_row_groups):
         metadata = file.metadata.row_group(group)
         end = row + metadata.num_rows
@@ -203,13 +304,13 @@ def _parquet_rows(training: Training, path: Path, segment: Segment, columns: Seq
         chunks = [metadata.column(index) for index in range(metadata.num_columns)]
         own = [chunk for chunk in chunks if chunk.path_in_schema.partition(".")[0] in columns]
         rows = rows_at_a_time(metadata.num_rows, sum(chunk.total_uncompressed_size for chunk in own))
-        for batch in file.iter_batches(batch_size=rows, row_groups=[group], columns=list(columns)):
+        for batch in file.iter_batches(batch_size=rows, row_groups=[group], columns=columns):
             first = min(max(segment.begin - row, 0), len(batch))
             last = min(max(segment.end - row, 0), len(batch))
             for index, values in enumerate(batch.slice(first, last - first).to_pylist(), row + first):
                 if any(isinstance(value, str) and len(value) > LARGEST_ROW for value in values.values()):
                     raise BadRowError(index, f"longer than {LARGEST_ROW:,} bytes")
-                yield Row(index, index + 1, values)
+                yield Row(index, index + 1, values, {*names}.difference(columns))
             row += len(batch)
         if row != end:
             break
@@ -218,8 +319,8 @@ def _parquet_rows(training: Training, path: Path, segment: Segment, columns: Seq
         raise ConfigError([problem])
 
 
-def _rows_of_bytes(training: Training, file: BinaryIO, segment: Segment, columns: Sequence[str]) -> Iterator[Row]:
-    if training.dataset == "json":
+def _json_rows(training: Training, path: Path, segment: Segment, columns: Sequence[str]) -> Iterator[Row]:
+    with _open(path) as file:
         for begin, end, line in _lines(file, segment):
             if line.strip():
                 try:
@@ -228,21 +329,25 @@ def _rows_of_bytes(training: Training, file: BinaryIO, segment: Segment, columns
                     raise BadRowError(begin, f"no JSON: {error}") from None
                 except RecursionError:
                     raise BadRowError(begin, "JSON that is nested too deep") from None
-                yield Row(begin, end, _select(training, row, begin, columns))
-        return
+                yield _select(training, row, begin, end, columns)
+
+
+def _text_rows(training: Training, path: Path, segment: Segment, columns: Sequence[str]) -> Iterator[Row]:
     how = training.text_sample_by
-    texts = {"document": _document, "paragraph": _paragraphs, "line": _lines}[how](file, segment)
-    for begin, end, content in texts:
-        if len(content) > LARGEST_ROW:
-            problem = f"a {how} of more than {LARGEST_ROW:,} bytes; set training.text_sample_by so that documents are "
-            raise BadRowError(begin, f"{problem}shorter")
-        try:
-            text = content.decode()
-        except UnicodeDecodeError as error:
-            raise BadRowError(begin, f"no UTF-8: {error}") from None
-        if how == "line":
-            text = text.removesuffix("\n").removesuffix("\r")
-        yield Row(begin, end, {"text": text.replace("\r\n", "\n").replace("\r", "\n")})
+    with _open(path) as file:
+        for begin, end, content in {"document": _document, "paragraph": _paragraphs, "line": _lines}[how](
+            file, segment
+        ):
+            if len(content) > LARGEST_ROW:
+                problem = f"a {how} of more than {LARGEST_ROW:,} bytes; set training.text_sample_by so that documents "
+                raise BadRowError(begin, f"{problem}are shorter")
+            try:
+                text = content.decode()
+            except UnicodeDecodeError as error:
+                raise BadRowError(begin, f"no UTF-8: {error}") from None
+            if how == "line":
+                text = text.removesuffix("\n").removesuffix("\r")
+            yield Row(begin, end, {"text": text.replace("\r\n", "\n").replace("\r", "\n")})
 
 
 def _document(file: BinaryIO, segment: Segment) -> Iterator[tuple[int, int, bytes]]:
@@ -254,8 +359,8 @@ def _lines(file: BinaryIO, segment: Segment) -> Iterator[tuple[int, int, bytes]]
     """Yield where each line that begins in a segment begins and ends, and the line with its line feed."""
     begin = segment.begin
     if begin:
-        file.seek(begin - 1)
         begin -= 1
+        file.seek(begin) if file.seekable() else _skip(file, begin)
         while chunk := file.readline(2**20):  # the rest of the line before, if it is not complete
             begin += len(chunk)
             if chunk.endswith(b"\n"):
@@ -290,3 +395,11 @@ def _paragraphs(file: BinaryIO, segment: Segment) -> Iterator[tuple[int, int, by
         after_empty = False
     if lines:
         yield begin, end, b"".join(lines).rstrip(b"\r\n")
+
+
+_READERS = {
+    "parquet": _parquet_rows,
+    "array": _array_rows,
+    "json": _json_rows,
+    **dict.fromkeys(("document", "paragraph", "line"), _text_rows),
+}

@@ -1,8 +1,12 @@
-"""The tokenizer of a Hugging Face tokenizer.json."""
+"""The tokenizer of a Hugging Face folder, which transformers loads."""
 
+import functools
 import hashlib
+import itertools
 import json
+import os
 import re
+import secrets
 import signal
 from array import array
 from pathlib import Path
@@ -18,10 +22,15 @@ from titanlite.data.tokenizer import Tokenizer
 CHUNK, BATCH = 2**18, 2**20
 """Characters of a text, and of all texts, that are encoded at a time: the library takes some 200 bytes for each token
 until then."""
+OVERLAP = 2**12
+"""Characters that two chunks of a text share."""
 SECONDS = 10
 """Processor time of a batch, or of a conversation, where it is limited."""
 LARGEST_FILE = 2**27
 """Bytes of a file of a tokenizer."""
+FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
+FILES += ("chat_template.jinja",)
+"""The files of a folder that transformers reads, if they are there."""
 _FROM_JSON = PlainValidator(lambda text: np.frombuffer(bytearray.fromhex(str(text)), np.uint32))
 Tokens = Annotated[np.ndarray, _FROM_JSON, PlainSerializer(lambda tokens: tokens.tobytes().hex())]
 """Token ids, uint32, which are hexadecimal in a message of a worker."""
@@ -38,99 +47,128 @@ def reason_of(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-def split_text(text: str) -> list[str]:
-    """Return a text in chunks of at most CHUNK characters: up to a line feed before anything but white space, so that
-    byte-level BPE has the tokens of the text in one chunk; else up to a space, else anywhere."""
-    chunks, begin = [], 0
-    while len(text) - begin > CHUNK:
-        chunk = text[begin : begin + CHUNK]
-        ends = [match.end() for match in re.finditer(r"\n(?=\S)", chunk)]
-        end = ends[-1] if ends else max(chunk.rfind(" "), 0) or CHUNK
-        chunks.append(chunk[:end])
-        begin += end
-    return [*chunks, text[begin:]]
+def load(path: Path) -> Any:
+    """Return transformers' tokenizer of a folder, of its tokenizer.json, or of another such file alone. No code of the
+    folder runs, and nothing is downloaded."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # here, since only a worker needs it
+
+    restart_time_limit()
+    folder = path.parent if path.name == FILES[0] else path
+    for file in [folder / name for name in FILES] if folder.is_dir() else [path]:
+        if os.path.lexists(file) or file.name == FILES[0]:
+            read_file(file, LARGEST_FILE)
+    if folder.is_dir():
+        return AutoTokenizer.from_pretrained(str(folder.absolute()), local_files_only=True, trust_remote_code=False)
+    return PreTrainedTokenizerFast(tokenizer_file=str(path))
 
 
-def special_token(name: str, settings: dict[str, Any], file: Path, known: tuple[str, ...], ids: dict[str, int]) -> Any:
-    """Return the id of the token that the settings name, as a string or an object with its content; else that of the
-    first known token in the vocabulary, `ids`; else None. Raise ConfigError if the named one is not in it."""
-    token = settings.get(name)
-    token = token.get("content") if isinstance(token, dict) else token
-    if token is None:
-        return next((ids[token] for token in known if token in ids), None)
-    if str(token) not in ids:
-        raise ConfigError([f"model.hf_assets_path: {file} names {name} {show(token)}, which the vocabulary lacks"])
-    return ids[str(token)]
+def join(chunks: list[np.ndarray], shared: list[np.ndarray]) -> tuple[np.ndarray, list[int]]:
+    """Return the tokens of a text from those of its chunks, each of which begins with the text that the one before ends
+    with; `shared` has the tokens of these texts alone. They are joined where all three agree. Also return the numbers
+    of the chunks that do not agree with the one before."""
+    parts, failed, begin = [], [], 0
+    for number, (one, other, both) in enumerate(zip(chunks, chunks[1:], shared, strict=False), 1):
+        middle, near = len(both) // 2, min(len(both) // 4, 64)
+        tail, head = both[middle - near :], both[: middle + near]
+        if not (near and np.array_equal(one[-len(tail) :], tail) and np.array_equal(other[: len(head)], head)):
+            failed.append(number)
+        parts.append(one[begin : len(one) - (len(both) - middle)])
+        begin = middle
+    return np.concatenate([*parts, chunks[-1][begin:]]), failed
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """Encodes text by a tokenizer.json, which the `tokenizers` library runs on all cores.
+    """Encodes text to the tokens of transformers' tokenizer, on all cores.
 
-    The special tokens BOS and EOS are those that the tokenizer_config.json beside it names, else those that well-known
-    models use; without EOS it raises ConfigError. Special tokens that a text spells out are encoded as ordinary text,
-    so a text cannot end its own document.
+    What begins and ends a text is what that adds. EOS is the one that it names, else one that well-known models use;
+    without any it raises ConfigError. Special tokens that a text spells out are ordinary text, so a text cannot end its
+    own document, unless `special` asks for them.
     """
 
-    KNOWN_BOS = ("<|begin_of_text|>", "<s>", "<bos>")
     KNOWN_EOS = ("<|end_of_text|>", "</s>", "<|endoftext|>", "<eos>", "<|im_end|>")
 
     def __init__(self, path: Path):
-        from tokenizers import Tokenizer  # here, since only a worker needs it
+        import tokenizers  # here, since only a worker needs it
 
-        self.path = str(path)
-        file = self.file = path / "tokenizer.json" if path.is_dir() else path
-        settings_file = file.parent / "tokenizer_config.json"
+        self.path, self.file = str(path), path / FILES[0] if path.is_dir() else path
         try:
-            self.tokenizer = Tokenizer.from_str(content := read_file(file, LARGEST_FILE).decode())
-            settings = dict(json.loads(read_file(settings_file, LARGEST_FILE))) if settings_file.exists() else {}
-            ids = self.tokenizer.get_vocab(with_added_tokens=True)
-            known = {token.content for token in self.tokenizer.get_added_tokens_decoder().values() if token.special}
-            named = dict(settings.get("added_tokens_decoder") or {}).values()  # tokenizer.json need not repeat them
-            special = {token["content"] for token in named if token.get("special")} & ids.keys() - known
-            self.tokenizer.add_special_tokens(added := sorted(special))
+            self.loaded = load(path)
+            restart_time_limit()
+            self.tokenizer = self.loaded.backend_tokenizer
+            self.loaded("")  # raises an error if it is none of plain text
+            self.tokenizer.no_truncation()  # a tokenizer.json may ask for both, for other uses than training
+            self.tokenizer.no_padding()
+            ids, added = self.tokenizer.get_vocab(), self.tokenizer.get_added_tokens_decoder().values()
+            special = [token.content for token in added if token.special and not self.loaded.split_special_tokens]
+            self.names = {text: secrets.token_hex(16) for text in special}  # drawn anew, so that no text has them
+            word = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).encode("a")
+            around = self.tokenizer.post_process(word)  # a text of one token, and what is added to it
+            at = around.special_tokens_mask.index(0)
+            self.prefix, self.suffix = around.ids[:at], around.ids[at + 1 :]
+            content = json.loads(self.tokenizer.to_str())
         except BaseException as error:  # `tokenizers` raises bare Exception, and its Rust code what is no Exception
-            problem = f"model.hf_assets_path: {file} cannot be read as a tokenizer: {reason_of(error)}"
+            problem = f"model.hf_assets_path: {self.file} cannot be read as a tokenizer: {reason_of(error)}"
             raise ConfigError([problem]) from None
-        self.tokenizer.encode_special_tokens = True
-        self.tokenizer.no_truncation()  # a tokenizer.json may ask for both, for other uses than training
-        self.tokenizer.no_padding()
-        known_bos = () if "bos_token" in settings else self.KNOWN_BOS  # null: the model has none
-        self.bos = special_token("bos_token", settings, settings_file, known_bos, ids)
-        self.eos = special_token("eos_token", settings, settings_file, self.KNOWN_EOS, ids)
+        known = [self.loaded.eos_token_id, *(ids.get(token) for token in self.KNOWN_EOS)]
+        self.eos = next((number for number in known if number is not None), None)
         if self.eos is None:
-            problem = f"model.hf_assets_path: {file} has none of the known EOS tokens {', '.join(self.KNOWN_EOS)}"
-            raise ConfigError([f'{problem}; name its own as "eos_token" in {settings_file}'])
+            problem = f"model.hf_assets_path: {self.file} has none of the known EOS tokens {', '.join(self.KNOWN_EOS)}"
+            raise ConfigError([f'{problem}; name its own as "eos_token" in {self.file.parent / FILES[1]}'])
         self.vocab_size = max(ids.values()) + 1
-        self.identity = hashlib.sha256(f"{content}/{self.bos}/{self.eos}{added or ''}".encode()).hexdigest()
+        identity = json.dumps([content, self.prefix, self.suffix, self.eos], sort_keys=True)
+        self.identity = hashlib.sha256(identity.encode()).hexdigest()
 
-    def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the token ids of each text, uint32, without BOS and EOS. A text of more than CHUNK characters is
-        encoded in chunks, which end where a line does, if it has lines."""
-        split = [split_text(text) for text in texts]
-        chunks = [chunk for own in split for chunk in own]
-        numbers = [number for number, own in enumerate(split) for _ in own]
-        ids: list[list[np.ndarray]] = [[] for _ in texts]
-        begin, size = 0, 0
-        for end, chunk in enumerate(chunks, 1):
-            size += len(chunk)
-            if size >= BATCH or end == len(chunks):
-                for number, tokens in zip(numbers[begin:end], self.encode_chunks(chunks[begin:end]), strict=True):
-                    ids[number].append(tokens)
-                begin, size = end, 0
-        return [own[0] if len(own) == 1 else np.concatenate(own) for own in ids]
+    @functools.cached_property
+    def ordinary(self) -> Any:
+        """The same tokenizer with special tokens by their `names`: what a text spells out is none of them."""
+        named = {json.dumps(text, ensure_ascii=False): f'"{name}"' for text, name in self.names.items()}
+        pattern = "|".join(map(re.escape, named)) or "(?!)"
+        tokenizer = type(self.tokenizer).from_str(
+            re.sub(pattern, lambda match: named[match[0]], self.tokenizer.to_str())
+        )
+        tokenizer.post_processor = None  # it would change the offsets of tokens
+        tokenizer.encode_special_tokens = self.loaded.split_special_tokens
+        return tokenizer
 
-    def encode_chunks(self, chunks: list[str]) -> list[Tokens]:
+    def encode(self, texts: list[str], special: bool = False) -> list[np.ndarray]:
+        """Return the token ids of each text, uint32, without what the tokenizer adds. A text of more than CHUNK
+        characters is encoded in chunks, joined where no token depends on them, so its tokens are those of the text."""
+        tokens: list[Any] = [None] * len(texts)
+        limits = [[*range(0, max(len(text) - OVERLAP, 1), CHUNK), len(text)] for text in texts]
+        known: dict[tuple[int, int, int], np.ndarray] = {}
+        while missing := [n for n, own in enumerate(tokens) if own is None]:
+            pairs = {n: itertools.pairwise(limits[n]) for n in missing}
+            chunks = {n: [(n, begin, min(end + OVERLAP, len(texts[n]))) for begin, end in pairs[n]] for n in missing}
+            shared = {n: [(n, begin, begin + OVERLAP) for begin in limits[n][1:-1]] for n in missing}
+            wanted = [span for n in missing for span in [*chunks[n], *shared[n]] if span not in known]
+            sizes = itertools.accumulate(end - begin for _, begin, end in wanted)
+            for _, batch in itertools.groupby(zip(wanted, sizes, strict=True), lambda each: each[1] // BATCH):
+                spans = [span for span, _ in batch]
+                encoded = self.encode_chunks([texts[n][begin:end] for n, begin, end in spans], special)
+                known.update(zip(spans, encoded, strict=True))
+            for n in missing:
+                joined, failed = join([known[span] for span in chunks[n]], [known[span] for span in shared[n]])
+                tokens[n] = None if failed else joined
+                limits[n] = [limit for index, limit in enumerate(limits[n]) if index not in failed]
+        return tokens
+
+    def encode_chunks(self, chunks: list[str], special: bool) -> list[Tokens]:
         """Return the token ids of each text, encoded together. Raises ConfigError for a text that cannot be."""
-        restart_time_limit()
-        try:
-            encodings = self.tokenizer.encode_batch_fast(chunks, add_special_tokens=False)
-        except BaseException as error:  # a panic of Rust code is no Exception
-            for chunk in chunks if len(chunks) > 1 else []:
-                self.encode_chunks([chunk])
-            problem = f"{self.file}: cannot encode the text {show(chunks[0][:40])}: {reason_of(error)}"
-            raise ConfigError([problem]) from None
+        encodings = self.encode_together(chunks, self.tokenizer if special else self.ordinary)
         # an array of the standard library: 3 times as fast as np.array of a list
         return [np.frombuffer(array("I", encoding.ids), np.uint32) for encoding in encodings]
+
+    def encode_together(self, texts: list[str], tokenizer: Any, *, with_offsets: bool = False) -> list[Any]:
+        """Return the encodings of texts by one of the tokenizers. Raises ConfigError for a text that has none."""
+        restart_time_limit()
+        try:
+            encode = tokenizer.encode_batch if with_offsets else tokenizer.encode_batch_fast
+            return encode(texts, add_special_tokens=False)
+        except BaseException as error:  # a panic of Rust code is no Exception
+            for text in texts if len(texts) > 1 else []:
+                self.encode_together([text], tokenizer)
+            problem = f"{self.file}: cannot encode the text {show(texts[0][:40])}: {reason_of(error)}"
+            raise ConfigError([problem]) from None
 
     def decode(self, tokens: list[int]) -> str:
         """Return the text of tokens. Special tokens, and tokens that the vocabulary lacks, have none."""

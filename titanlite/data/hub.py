@@ -9,20 +9,22 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from titanlite.config.errors import TrainingError
-from titanlite.config.loader import ConfigError, show
+from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Training
-from titanlite.data.files import Row, Segment, column_option, rows_at_a_time
+from titanlite.data.files import Row, Segment, columns_in, no_column, rows_at_a_time
 from titanlite.data.source import Source
 
 
 def read_rows(source: Source, segment: Segment) -> Iterator[Row]:
-    dataset = load(source, streaming=False).select_columns(list(source.columns))
+    dataset = load(source, streaming=False)
+    columns = columns_in(source.training, source.columns, dataset.column_names)
+    others, dataset = {*dataset.column_names}.difference(columns), dataset.select_columns(columns)
     rows = rows_at_a_time(len(dataset), dataset.data.nbytes)
     batches = dataset.select(range(segment.begin, segment.end)).iter(batch_size=rows)
     index = segment.begin
     for batch in read(source, batches):
-        for values in zip(*(batch[column] for column in source.columns), strict=True):
-            yield Row(index, index + 1, dict(zip(source.columns, values, strict=True)))
+        for values in zip(*(batch[column] for column in columns), strict=True):
+            yield Row(index, index + 1, dict(zip(columns, values, strict=True)), others)
             index += 1
 
 
@@ -40,12 +42,9 @@ def _problem(source: Source, what: str, error: BaseException) -> str:
     and clients of the network wrap it."""
     while error.__cause__ is not None:
         error = error.__cause__
-    reason = " ".join(str(error).split()) or type(error).__name__
-    reason = reason if len(reason) < 300 else f"{reason[:300]} ..."
-    problem = (
-        f"{source}: {what}: {type(error).__name__}: {reason}; without a network, download its files elsewhere and "
-    )
-    return problem + 'name them with training.dataset_path and training.dataset = "json" or "parquet"'
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300] or type(error).__name__}"
+    problem = f"{source}: {what}: {reason}; without a network, download its files elsewhere and name them with "
+    return problem + 'training.dataset_path and training.dataset = "json" or "parquet"'
 
 
 def load(source: Source, *, streaming: bool) -> Any:
@@ -63,8 +62,7 @@ def load(source: Source, *, streaming: bool) -> Any:
         raise ConfigError([_problem(source, "cannot be loaded", error)]) from None
     for column in source.columns:
         if column not in names:
-            option = column_option(source.training, column)
-            raise ConfigError([f"{source}: no column {show(column)}; set {option} to one of {', '.join(names)}"])
+            raise ConfigError([f"{source}: {no_column(source.training, column, names)}"])
     return dataset
 
 

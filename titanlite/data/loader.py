@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.config.schema import Training, Validation
-from titanlite.data.packing import Mixture, Sequence, Sequences, ShardState, SplitSequences
+from titanlite.data.packing import PADDING, Mixture, Sequence, Sequences, ShardState, SplitSequences
+from titanlite.loss import IGNORED
 from titanlite.model import Documents
 
 PREFETCH_STEPS = 2  # optimizer steps whose batches are prepared before they are asked for
@@ -55,19 +56,27 @@ def collate(sequences: Iterable[Sequence], shard: SequenceShard, *, document_mas
     """Return a rank's shard of some sequences as a batch; `pin` puts it into pinned memory, for a copy to a GPU."""
     tokens, targets, document_positions = (np.stack(arrays) for arrays in zip(*sequences, strict=True))
     positions = document_positions if document_mask else np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
-    arrays = [array[:, shard.own] for array in (tokens, targets, positions)]
+    arrays = [array[:, shard.own] for array in (tokens, np.maximum(targets, IGNORED), positions)]
     if document_mask:
         arrays.append(document_positions[:, shard.ring])
     tensors = [torch.from_numpy(np.array(array, order="C")) for array in arrays]
     return Batch(*(tensor.pin_memory() if pin else tensor for tensor in tensors))
 
 
+def count(sequences: Iterable[Sequence]) -> np.ndarray:
+    """Return how many positions some sequences have, how many of them are masked and how many padding, and how many
+    sequences end within a document: int64 [4]."""
+    targets = np.stack([sequence.targets for sequence in sequences])
+    masks = targets == targets, targets == IGNORED, targets == PADDING, targets[:, -1] >= 0
+    return np.array([mask.sum() for mask in masks])
+
+
 class Loader:
     """Returns this rank's batches, a step at a time. A thread prepares them ahead of the training.
 
     Optimizer step s trains on the sequences s G .. s G + G - 1, where G is the global batch size. Data-parallel rank
-    `data_rank` = r of d takes every d-th of them, from r on. `pin` puts batches into pinned memory. `state` is what
-    `Loader.state` returned when the run was saved, on any number of ranks.
+    `data_rank` = r of d takes every d-th of them, from r on, as `n_copies` ranks do. `pin` puts batches into pinned
+    memory. `state` is what `Loader.state` returned when the run was saved, on any number of ranks.
     """
 
     def __init__(
@@ -77,12 +86,13 @@ class Loader:
         *,
         data_rank: int,
         data_parallel_degree: int,
+        n_copies: int,
         shard: SequenceShard,
         pin: bool,
         state: dict[str, Any] | None,
     ):
         self.training, self.data_rank, self.data_parallel_degree = training, data_rank, data_parallel_degree
-        self.shard, self.pin, self.sequences = shard, pin, sequences
+        self.shard, self.pin, self.sequences, self.n_copies = shard, pin, sequences, n_copies
         self.start(state)
 
     def start(self, state: dict[str, Any] | None) -> None:
@@ -94,10 +104,12 @@ class Loader:
         if state.get("own"):
             sequences.load(state["own"])
         self.position, self._again = state["next_sequence"], list[Batch]()
+        self.counts = np.array(state.get("counts") or [self.position * self.training.seq_len, 0, 0, 0])
+        """What `count` returns for all sequences of all ranks and steps."""
         # Checkpoints of earlier versions have no streaming_shards; they can be resumed unless their data was streamed.
         self._shard_states = {int(number): saved for number, saved in state.get("streaming_shards", {}).items()}
         reader = sequences.read(self.position + self.data_rank, self.data_parallel_degree, dict(self._shard_states))
-        self._ready = queue.Queue[tuple[list[Batch], dict[int, ShardState]] | Exception](maxsize=PREFETCH_STEPS)
+        self._ready = queue.Queue[Any](maxsize=PREFETCH_STEPS)  # what `next` needs, or an exception
         self._closed = False
         self._thread = threading.Thread(target=self._prefetch, args=(reader,), name="data", daemon=True)
         self._thread.start()
@@ -107,25 +119,30 @@ class Loader:
         accumulation_steps = self.training.global_batch_size // (size * self.data_parallel_degree)
         try:
             while not self._closed:
-                batches, shard_states = [], {}
+                batches, shard_states, counts = [], {}, np.zeros(4)
                 for _ in range(accumulation_steps):
                     sequences, states = zip(*itertools.islice(reader, size), strict=True)
                     shard_states.update(state for state in states if state is not None)
                     batches.append(collate(sequences, self.shard, document_mask=document_mask, pin=self.pin))
-                self._ready.put((batches, shard_states))
+                    counts += count(sequences) / self.n_copies
+                self._ready.put((batches, shard_states, counts.tolist()))
         except Exception as error:  # raised again where the training waits for the batch
             self._ready.put(error)
 
     def next(self) -> list[Batch]:
         """Return the batches of the next optimizer step, one per gradient accumulation step."""
-        item = (self._again, {}) if self._again else self._ready.get()
+        item = (self._again, {}, self.step_counts) if self._again else self._ready.get()
         if isinstance(item, Exception):
             self._ready.put(item)  # for the next call
             raise item
-        (batches, shard_states), self._again = item, []
+        (batches, shard_states, self.step_counts), self._again = item, []
         self.position += self.training.global_batch_size
         self._shard_states.update(shard_states)
         return batches
+
+    def add(self, step_counts: list[float]) -> None:
+        """Add the sums over all ranks of `step_counts`, once the step is taken."""
+        self.counts += np.rint(step_counts).astype(np.int64)
 
     def take_back(self, batches: list[Batch]) -> None:
         """Have `next` return the batches that it returned last once more."""
@@ -152,7 +169,12 @@ class Loader:
                 if index in states:
                     shard_states[str(index)] = states[index]
         own = {"own": self.sequences.state(self.position)} if hasattr(self.sequences, "load") else {}
-        state = {"next_sequence": self.position, "streaming_shards": shard_states, **own}
+        state = {
+            "next_sequence": self.position,
+            "streaming_shards": shard_states,
+            "counts": self.counts.tolist(),
+            **own,
+        }
         return {**state, "mixture": self.mixture.state(self.position)} if self.mixture else state
 
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from titanlite.config.loader import ConfigError
-from titanlite.config.schema import DatasetOptions, Training, Validation
+import torch.distributed as dist
+
+from titanlite.config.loader import ConfigError, check_all
+from titanlite.config.schema import SEEDED, Checkpoint, DatasetOptions, Model, Parallelism, Training, Validation
 from titanlite.data.documents import open_stream
+from titanlite.data.files import files_of
 from titanlite.data.packing import Mixture, PackedSequences, Sequences, SplitSequences, ValidationSequences
-from titanlite.data.source import Source, Template
+from titanlite.data.source import Source
 from titanlite.data.token_cache import open_token_cache
 from titanlite.data.token_shards import Split, TokenCache
-from titanlite.data.tokenizer import ByteTokenizer, Tokenizer
+from titanlite.data.tokenizer import ByteTokenizer, Rows, Tokenizer
+from titanlite.launch.progress import mark
 
 if TYPE_CHECKING:
     from titanlite.techniques.data.best_fit import BestFitSequences
@@ -26,9 +33,47 @@ def build_tokenizer(hf_assets_path: str) -> Tokenizer:
     it cannot be used."""
     if not hf_assets_path:
         return ByteTokenizer()
-    from titanlite.data.worker import TokenizerProcess  # here, since a run on bytes does not need it
+    from titanlite.config.hf.values import how_to_download  # here, since a run on bytes needs neither
+    from titanlite.data.worker import TokenizerProcess
 
-    return TokenizerProcess(Path(hf_assets_path).expanduser())
+    path = Path(hf_assets_path).expanduser()
+    if hint := how_to_download(path):
+        raise ConfigError([f"model.hf_assets_path: {path}: no such folder{hint}"])
+    return TokenizerProcess(path)
+
+
+def tokenizer_of_run(model: Model, checkpoint: Checkpoint, parallelism: Parallelism) -> Tokenizer:
+    """Return the tokenizer of a resolved config. Raises ConfigError if it cannot be used with the model."""
+    tokenizer, degree = build_tokenizer(model.hf_assets_path), parallelism.tensor_parallel_degree
+    weights, advice = checkpoint.initial_load_path, ""
+    if weights == SEEDED or (Path(weights) / "config.json").is_file():  # else a checkpoint, which has no other size
+        advice = f"set model.vocab_size = {-(-tokenizer.vocab_size // degree) * degree}"
+        advice += "" if weights == SEEDED else ' and model.new_tokens = "mean", which adds rows'
+        advice += ", or "
+    option = f"model.vocab_size = {model.vocab_size}"
+    return tokenizer.fit(Rows(model.vocab_size, option, f"{advice}choose another model.hf_assets_path"))
+
+
+def check_data(
+    model: Model, checkpoint: Checkpoint, parallelism: Parallelism, training: Training, validation: Validation
+) -> None:
+    """Raise ConfigError with a line for each reason that a run cannot use its tokenizer, its chat template, or the
+    files of its datasets. Names of datasets on the hub are not looked up."""
+    tokenizer: Any = None
+    sources = [each.source for each in token_caches(training, validation)]
+    sources += [Source(training)] if training.streaming else []
+
+    def check_tokenizer() -> None:
+        nonlocal tokenizer
+        tokenizer = tokenizer_of_run(model, checkpoint, parallelism)
+
+    def check_source(source: Source) -> None:
+        with contextlib.redirect_stdout(None):  # a run names the files, once
+            files_of(source) if source.is_files else None
+        if tokenizer and (template := template_of(source.training)):
+            tokenizer.call(template.identity_of)
+
+    check_all(check_tokenizer, *(functools.partial(check_source, source) for source in sources))
 
 
 class CacheOfRun(NamedTuple):
@@ -57,9 +102,8 @@ def open_sequences(
     cannot be read or is too short raises ConfigError.
     """
     options = {"cache_folder": training.cache_folder, "builds_cache": builds_cache}
-    caches: Caches = []
-    for each in token_caches(training, validation):
-        caches.append((each, open_cache(each.source, tokenizer, each.fraction, **options)))
+    needed = token_caches(training, validation)
+    caches = [(each, open_cache(each.source, tokenizer, each.fraction, **options)) for each in needed]
     sequences: Sequences | Mixture
     if training.streaming:
         from titanlite.techniques.data.streaming import StreamingSequences  # here, since most runs tokenize first
@@ -108,12 +152,16 @@ def pack_once(
 
 def open_cache(source: Source, tokenizer: Tokenizer, fraction: float, **options: Any) -> TokenCache:
     """Return the token cache of a dataset of any format. The options are those of open_token_cache."""
-    template: type[Template] | None = None
-    if source.training.dataset_format != "text":
-        from titanlite.techniques.data.chat_template import ChatTemplate  # here, since text needs none
+    return open_token_cache(source, tokenizer, fraction, template=template_of(source.training), **options)
 
-        template = ChatTemplate
-    return open_token_cache(source, tokenizer, fraction, template=template, **options)
+
+def template_of(training: Training) -> Any:
+    """Return what makes documents of a dataset's rows; None: they are text."""
+    if training.dataset_format == "text":
+        return None
+    from titanlite.techniques.data.chat_template import ChatTemplate  # here, since text needs none
+
+    return ChatTemplate
 
 
 def token_caches(training: Training, validation: Validation) -> Iterator[CacheOfRun]:
@@ -124,8 +172,7 @@ def token_caches(training: Training, validation: Validation) -> Iterator[CacheOf
     for_all = _validation_source(next(iter(datasets.values())), validation)
     of_validation = [CacheOfRun(for_all, 0.0, {"validation": "train"})] if for_all else []
     for name, source in datasets.items():
-        splits: dict[str, Split] = {"training": "train"}
-        fraction = 0.0
+        splits, fraction = dict[str, Split](training="train"), 0.0
         if not for_all and source.training.dataset == "c4":
             own = source.training.model_copy(update={"dataset_split": "validation"})
             own_source = dataclasses.replace(source, training=own)
@@ -164,48 +211,72 @@ def open_mixture(
     from titanlite.techniques.data import mixture  # here, since most runs have one dataset
 
     opened = [(each.source.training, cache) for each, cache in caches if "training" in each.splits]
-    packed, identities, problems = [], [], []
-    for options, (own, cache) in zip(training.datasets, opened, strict=True):
+    packed, identities, limits, problems = [], [], [], []
+    for number, (options, (own, cache)) in enumerate(zip(training.datasets, opened, strict=True)):
         own_seed = mixture.seed_of(options.name, seed)
         try:
             sequences, packing = _pack(cache, tokenizer, own, seed=own_seed, builds_cache=builds_cache)
-            packed.append(sequences)
-            identities.append(cache.identity + packing)
         except ConfigError as error:
             problems += [f"training.datasets, {options.name}: {problem}" for problem in error.problems]
+            continue
+        limits.append(mixture.largest_count(options, sequences.n_sequences, training.seq_len))
+        if limits[-1] == 0:
+            problem = f"training.datasets.{number}.epochs = {options.epochs}: less than one of the "
+            problems.append(f"{problem}{sequences.n_sequences:,} packed sequences of {options.name}; set it higher")
+        packed.append(sequences)
+        identities.append(cache.identity + packing)
     if problems:
         raise ConfigError(problems)
     shares = mixture.integer_shares(training.datasets, [each.n_sequences for each in packed])
-    components = []
-    for number, (options, sequences) in enumerate(zip(training.datasets, packed, strict=True)):
-        limit = mixture.largest_count(options, sequences.n_sequences, training.seq_len)
-        if limit == 0:
-            problem = f"training.datasets.{number}.epochs = {options.epochs}: less than one of the "
-            problems.append(f"{problem}{sequences.n_sequences:,} packed sequences of {options.name}; set it higher")
-        components.append(mixture.Component(options.name, sequences, identities[number], shares[number], limit))
-    if problems:
-        raise ConfigError(problems)
-    return mixture.MixedSequences(components, seed=seed)
+    names = [options.name for options in training.datasets]
+    components = map(mixture.Component, names, packed, identities, shares, limits)
+    return mixture.MixedSequences(list(components), seed=seed)
 
 
 def _open_validation(
     tokenizer: Tokenizer, validation: Validation, caches: Caches, *, builds_cache: bool
 ) -> SplitSequences:
     """Return the validation split; of a mixture, the splits of all its datasets, but for those without a document."""
-    opened = [(each, cache) for each, cache in caches if "validation" in each.splits]
-    splits = []
-    for each, cache in opened:
-        split = each.splits["validation"]
-        splits.append(pack_once(cache, split, tokenizer, each.source.training, builds_cache=builds_cache))
+    opened = [(each.splits["validation"], each.source, cache) for each, cache in caches if "validation" in each.splits]
+    options = {"builds_cache": builds_cache}
+    splits = [pack_once(cache, split, tokenizer, source.training, **options) for split, source, cache in opened]
     splits = [split for split in splits if split.n_sequences]
     if not splits:
-        problem = f"{opened[0][0].source}: has no text to validate on"
-        if opened[0][0].fraction:
-            problem = f"validation.fraction = {validation.fraction}: selects no document of this dataset; set it "
-            problem += "higher, or set validation.dataset_path (files) or validation.dataset_split (hub)"
+        split, source, _ = opened[0]
+        problem = f"{source}: has no text to validate on"
+        if split == "validation":
+            n = max(shard.train_documents for *_, cache in opened for shard in cache.index.shards)
+            shorter = source.training.dataset == "text" and source.training.text_sample_by == "document"
+            advice = 'set training.text_sample_by = "paragraph" or "line"' if shorter else "train on more documents"
+            if n > 1:
+                advice = f"set it to {-(-(10**6) // n) / 10**6:g} or higher"
+            problem = f"validation.fraction = {validation.fraction}: selects no document of this dataset; {advice}, or "
+            problem += "set validation.dataset_path (files) or validation.dataset_split (hub)"
         raise ConfigError([problem])
     if len(splits) == 1:
         return splits[0]
     from titanlite.techniques.data.mixture import MixedValidation
 
     return MixedValidation(splits)
+
+
+@contextlib.contextmanager
+def compared_over_ranks() -> Iterator[Callable[..., None]]:
+    """Return a function that every rank must call with the identities of what it has opened in the body. It waits for
+    the others, and raises ConfigError if these differ.
+
+    Nodes with token caches of their own may tokenize for hours longer than others. Only the watchdog limits the wait.
+    """
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
+
+    def compare(*own: str) -> None:
+        mark("waiting for the data of other ranks", limited=False)
+        identities: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(identities, own, group=group)
+        if set(identities) != {own}:
+            other = next(rank for rank, name in enumerate(identities) if name != identities[0])
+            problem = f"training.dataset_path: rank {other} reads other data than rank 0; give all nodes the same"
+            raise ConfigError([problem])
+
+    yield compare
+    dist.destroy_process_group(group)

@@ -16,6 +16,8 @@ from titanlite.data.token_shards import Tokens
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.loss import IGNORED
 
+PADDING = IGNORED - 1
+"""Target of an input that is no token of a document; a batch has IGNORED there."""
 ShardState = dict[str, Any]
 """Where a streaming shard is to be read next, as plain JSON."""
 
@@ -25,7 +27,7 @@ class Sequence(NamedTuple):
 
     inputs: np.ndarray
     targets: np.ndarray
-    """The token that follows each input, or IGNORED where there is nothing to predict."""
+    """The token that follows each input, IGNORED where there is nothing to predict, or PADDING."""
     document_positions: np.ndarray
     """Position of each token in its document, or in the part of the document that this sequence holds."""
 

@@ -1,38 +1,53 @@
-"""Tokenize some segments of a dataset into a shard of the token cache."""
+"""Tokenize some segments of a dataset into a shard of the token cache, and read back what the shard's file says."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
-from titanlite.config.schema import Training
+from titanlite.config.regular_file import open_file
+from titanlite.data import token_shards
 from titanlite.data.documents import read_documents
 from titanlite.data.files import END, Segment, place
 from titanlite.data.hf_tokenizer import BATCH, restart_time_limit
-from titanlite.data.shard_files import write_shard
-from titanlite.data.source import Source, Template
-from titanlite.data.token_shards import DType, Shard, Split
-from titanlite.data.tokenizer import Tokenizer, encode_documents
+from titanlite.data.source import Source
+from titanlite.data.token_shards import CHECKSUM_BLOCK, HEADER, DamagedShardError, DType, Shard, Split, not_trained_bit
+from titanlite.data.tokenizer import Rows, Tokenizer, encode_documents
 from titanlite.data.worker import Worker, named, send
+from titanlite.files.durable import checksum, sync
 
-Report = Callable[[int, int], None]
-"""Is called with the bytes of the dataset's files and the tokens since the last call."""
+N_SEARCHED = 100
+"""Documents that are searched for special tokens."""
+Report = Callable[[int, int, list[str]], None]
+"""Is called with the bytes of the dataset's files and the tokens since the last call, and the names of columns and of
+keys of messages that are not read."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheOptions:
     """What the shards of a token cache are made of."""
 
-    training: Training
-    path_option: str
+    source: Source
     hf_assets_path: str
     validation_fraction: float
     template: str
-    """The name of a Template; empty: documents are plain text."""
+    """The name of ChatTemplate; empty: documents are plain text."""
+    rows: Rows | None = None
+    """Of a model that has fewer than the tokenizer has ids."""
+
+
+def spelled(tokenizer: Tokenizer, texts: list[str]) -> set[str]:
+    """Return what a report says of special tokens that texts spell out."""
+    found = [name for name in getattr(tokenizer, "names", ()) if any(name in text[:BATCH] for text in texts)]
+    return {f"special token {name} (ordinary text by training.special_tokens_in_text)" for name in found}
 
 
 def is_validation_document(shard: int, document: int, fraction: float) -> bool:
@@ -55,19 +70,19 @@ def build_shard(
 ) -> Shard:
     """Tokenize segments into a new file. `at` is called with the place that is read next. Raises ConfigError or
     TrainingError for what cannot be read."""
-    source = Source(options.training, options.path_option)
-    encode: Callable[[list[Any]], list[np.ndarray]] = functools.partial(encode_documents, tokenizer)
-    document_of: Callable[[dict[str, Any]], str] | None = None
+    unread, special = set[str](), options.source.training.special_tokens_in_text == "special"
+    encode: Callable[[list[Any]], list[np.ndarray]] = functools.partial(encode_documents, tokenizer, special=special)
+    document_of: Callable[[dict[str, Any]], list[str]] | None = None
     if options.template:
-        template: Template = named(options.template)(tokenizer)
+        template = named(options.template)(tokenizer)
         encode = functools.partial(template.encode, dtype=dtype)
-        document_of = functools.partial(template.document, options.training)
+        document_of = functools.partial(template.document, options.source.training, unread=unread)
 
     def encoded() -> Iterator[tuple[list[str], list[np.ndarray], int]]:
         """Yield texts, their tokens, and the bytes of the files that were read; two batches are encoded at a time, so
         that the library's threads always have work."""
         running: list[Any] = []
-        for texts, n_bytes in _batches(source, segments, document_of, at):
+        for texts, n_bytes in _batches(options.source, segments, document_of, unread, at):
             running.append((texts, pool.submit(encode, texts), n_bytes))
             if len(running) > 2:
                 texts, future, n_bytes = running.pop(0)
@@ -76,14 +91,19 @@ def build_shard(
             yield texts, future.result(), n_bytes
 
     def documents() -> Iterator[tuple[Split, np.ndarray, int]]:
-        document = 0
+        document, told = 0, set[str]()
         for texts, tokens, n_bytes in encoded():
+            if not (number or document or special or options.template):  # the first documents
+                unread.update(spelled(tokenizer, texts[:N_SEARCHED]))
             for text, own in zip(texts, tokens, strict=True):
+                if options.rows:
+                    options.rows.require(text, own & ~np.uint32(not_trained_bit(dtype) if options.template else 0))
                 is_validation = is_validation_document(number, document, options.validation_fraction)
                 size = len(text) if text.isascii() else len(text.encode())
                 yield "validation" if is_validation else "train", own, size
-                document += 1
-            report(n_bytes, sum(map(len, tokens)))
+                document += not getattr(text, "is_beginning", False)
+            report(n_bytes, sum(map(len, tokens)), sorted(unread - told))
+            told.update(unread)
 
     # Not in a generator: the garbage collector may close one in any thread, and a thread that is just starting would
     # wait for itself (Python 3.11).
@@ -91,8 +111,11 @@ def build_shard(
         return write_shard(path, dtype, documents())
 
 
-def build_in_worker(worker: Worker, *arguments: Any) -> Shard:
-    """Build a shard in another process; the other arguments are those of build_shard up to `report`."""
+def build_in_worker(worker: Worker | Tokenizer, *arguments: Any) -> Shard:
+    """Build a shard in a worker or, with a tokenizer that is none, in this process; the other arguments are those of
+    build_shard up to `report`."""
+    if not isinstance(worker, Worker):
+        return build_shard(*arguments, worker)
     *of_shard, options, report = arguments
     at = "", 0
 
@@ -105,7 +128,9 @@ def build_in_worker(worker: Worker, *arguments: Any) -> Shard:
 
     def where() -> str:
         file, begin = at
-        return f" at {place(options.training, file, begin) if file else f'row {begin + 1:,}'}, or shortly after it"
+        return (
+            f" at {place(options.source.training, file, begin) if file else f'row {begin + 1:,}'}, or shortly after it"
+        )
 
     return worker.call(_build_and_send, *of_shard, options, where=where, received=received)
 
@@ -113,23 +138,26 @@ def build_in_worker(worker: Worker, *arguments: Any) -> Shard:
 def _build_and_send(
     tokenizer: Tokenizer, path: Path, dtype: DType, number: int, segments: list[Segment], options: CacheOptions
 ) -> Shard:
-    def report(*counts: int) -> None:
-        send("report", counts)
+    def report(*content: Any) -> None:
+        send("report", content)
 
     of_shard = path, dtype, number, segments, options
     return build_shard(*of_shard, report, tokenizer, lambda *document: send("at", document))
 
 
-def _batches(source: Source, segments: list[Segment], document_of: Any, at: Any) -> Iterator[tuple[list[str], int]]:
+def _batches(
+    source: Source, segments: list[Segment], document_of: Any, unread: set[str], at: Any
+) -> Iterator[tuple[list[str], int]]:
     """Yield texts of BATCH characters or more together, and how many bytes of the files they are, about."""
     texts, size, n_bytes = list[str](), 0, 0.0
     for segment in segments:
         position = segment.begin
         at(segment.file, position)
         per_row = segment.bytes / max(segment.end - segment.begin, 1) if segment.end < END else 0
-        for end, text in read_documents(source, segment, document_of):
-            texts.append(text)
-            size += len(text)
+        for end, text in read_documents(source, segment, document_of, unread):
+            own = text if document_of else [text]
+            texts += own
+            size += sum(map(len, own))
             n_bytes += (end - position) * per_row
             position = end
             if size >= BATCH:
@@ -141,3 +169,80 @@ def _batches(source: Source, segments: list[Segment], document_of: Any, at: Any)
         n_bytes += 0 if per_row else segment.bytes
     if texts:
         yield texts, round(n_bytes)
+
+
+def _blocks(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield bytes in blocks of CHECKSUM_BLOCK; the last may be shorter."""
+    rest = bytearray()
+    for chunk in chunks:
+        rest += chunk
+        while len(rest) >= CHECKSUM_BLOCK:
+            yield bytes(rest[:CHECKSUM_BLOCK])
+            del rest[:CHECKSUM_BLOCK]
+    if rest:
+        yield bytes(rest)
+
+
+def write_shard(path: Path, dtype: DType, documents: Iterable[tuple[Split, np.ndarray, int]]) -> Shard:
+    """Write a shard, and wait until it is on the disk. A document is the split that it belongs to, its tokens, and the
+    bytes of its text."""
+    lengths: dict[str, list[int]] = {"train": [], "validation": []}
+    sizes, checksums, train_hash = list[int](), list[int](), xxhash.xxh3_64()
+
+    def content() -> Iterator[bytes]:
+        for split, tokens, n_bytes in documents:
+            lengths[split].append(len(tokens))
+            sizes.append(n_bytes)
+            encoded = tokens.astype(dtype).tobytes()
+            if split == "train":
+                train_hash.update(encoded)
+                yield encoded
+            else:
+                validation.write(encoded)
+        validation.seek(0)
+        yield from iter(lambda: validation.read(2**24), b"")
+        for split_lengths in lengths.values():
+            yield np.array(split_lengths, "<u4").tobytes()
+
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    with (
+        open(path, "wb", opener=lambda name, _: os.open(name, flags, 0o644)) as file,
+        tempfile.SpooledTemporaryFile(max_size=2**24, dir=path.parent) as validation,
+    ):
+        file.write(b"\0" * HEADER)
+        for block in _blocks(content()):
+            file.write(block)
+            checksums.append(xxhash.xxh3_64_intdigest(block))
+        file.write(encoded := np.array(checksums, "<u8").tobytes())
+        shard = Shard(
+            dataset=path.parent.name,
+            train_tokens=sum(lengths["train"]),
+            validation_tokens=sum(lengths["validation"]),
+            train_documents=len(lengths["train"]),
+            validation_documents=len(lengths["validation"]),
+            text_bytes=sum(sizes),
+            train_xxh3_64=train_hash.hexdigest(),
+            checksums_xxh3_64=checksum(encoded),
+        )
+        file.seek(0)
+        file.write(shard.header(dtype))
+        sync(file)
+    return shard
+
+
+def read_shard(path: Path, dtype: DType) -> Shard:
+    """Return what a shard's file says that it holds. Raises FileNotFoundError if there is none, ConfigError if it is
+    not to be trusted or is of another dataset, and DamagedShardError if it is no shard of that type, or has another
+    size."""
+    token_shards.regular_file(path)
+    with open_file(path) as file:
+        header = file.read(HEADER)
+    try:
+        shard = Shard.model_validate_json(json.loads(header[8:])["__metadata__"]["shard"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise DamagedShardError(f"{path.name}: the header is damaged") from None
+    if header != shard.header(dtype):
+        raise DamagedShardError(f"{path.name}: the header is damaged")
+    token_shards.check_dataset(path, [shard])
+    token_shards.check_size(path, shard.file_size(dtype))
+    return shard

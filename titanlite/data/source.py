@@ -1,14 +1,9 @@
-"""The options that name a dataset, and what makes tokens of one that is not plain text."""
+"""The options that name a dataset."""
 
 import dataclasses
-from typing import Any, Protocol
-
-import numpy as np
 
 from titanlite.config.loader import show
 from titanlite.config.schema import FILES, Training
-from titanlite.data.token_shards import DType
-from titanlite.data.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,19 +33,3 @@ class Source:
         if self.training.dataset_path:
             return f"{self.path_option} = {show(self.training.dataset_path)}"
         return f"{self.path_option.removesuffix('_path')} = {show(self.training.dataset)}"
-
-
-class Template(Protocol):
-    """Makes documents of the rows of a dataset that is not plain text, and tokens of them: a ChatTemplate."""
-
-    def __init__(self, tokenizer: Tokenizer): ...
-
-    @staticmethod
-    def identity_of(tokenizer: Tokenizer) -> str:
-        """Return the identity of a tokenizer's template. Raises ConfigError if it has none."""
-
-    def document(self, training: Training, values: dict[str, Any]) -> str:
-        """Return the document of a row, by its columns. Raises ValueError if it is none."""
-
-    def encode(self, documents: list[Any], dtype: DType) -> list[np.ndarray]:
-        """Return the tokens of documents; those that are not trained on are marked."""

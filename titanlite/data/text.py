@@ -5,13 +5,19 @@ from titanlite.data.tokenizer import Tokenizer
 
 
 def encode_prompts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    """Return the tokens of each prompt, after BOS if the tokenizer has one, as documents begin in training. Raises
-    ConfigError for a prompt without tokens."""
-    bos = [] if tokenizer.bos is None else [tokenizer.bos]
-    prompts = [[*bos, *tokens.tolist()] for tokens in tokenizer.encode(texts)]
+    """Return the tokens of each prompt, with what the tokenizer adds around a text. Raises ConfigError for a prompt
+    without tokens, or with one that the model lacks."""
+    prompts = [[*tokenizer.prefix, *tokens.tolist(), *tokenizer.suffix] for tokens in tokenizer.encode(texts)]
     for text, prompt in zip(texts, prompts, strict=True):
         if not prompt:
-            raise ConfigError([f"prompt {show(text)}: has no tokens, and the tokenizer has no BOS; give it some text"])
+            raise ConfigError([f"prompt {show(text)}: has no tokens, and the tokenizer adds none; give it some text"])
+    return with_rows(tokenizer, texts, prompts)
+
+
+def with_rows(tokenizer: Tokenizer, texts: list[str], prompts: list[list[int]]) -> list[list[int]]:
+    """Return the tokens of texts. Raises ConfigError for one that the tokenizer's model has no row for."""
+    for text, prompt in zip(texts, prompts, strict=True) if tokenizer.rows else ():
+        tokenizer.rows.require(text, prompt)
     return prompts
 
 

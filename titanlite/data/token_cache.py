@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,7 +15,7 @@ from titanlite.config.loader import ConfigError, show
 from titanlite.data import token_shards
 from titanlite.data.documents import open_dataset
 from titanlite.data.files import Segment, is_splittable
-from titanlite.data.source import Source, Template
+from titanlite.data.source import Source
 from titanlite.data.token_shards import DamagedShardError, DType, Index, TokenCache
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.launch.progress import mark, progress
@@ -43,13 +44,11 @@ def segments_of_shards(segments: Iterable[Segment]) -> list[list[Segment]]:
 
 def _split(segment: Segment) -> list[Segment]:
     """Return a segment, divided into segments of at most SHARD_BYTES if that can be done."""
-    n_rows = segment.end - segment.begin
-    n = min(-(-segment.bytes // SHARD_BYTES), n_rows) if is_splittable(segment) else 1
-    limits = [segment.begin + n_rows * i // n for i in range(n + 1)] if n > 1 else [segment.begin, segment.end]
-    sizes = [segment.bytes * (i + 1) // n - segment.bytes * i // n for i in range(n)] if n > 1 else [segment.bytes]
-    return [
-        Segment(segment.file, begin, end, size) for begin, end, size in zip(limits[:-1], limits[1:], sizes, strict=True)
-    ]
+    n_rows, size = segment.end - segment.begin, segment.bytes
+    n = max(min(-(-size // SHARD_BYTES), n_rows), 1) if is_splittable(segment) else 1
+    limits = [(segment.begin + n_rows * i // n, size * i // n) for i in range(n + 1)]
+    pairs = itertools.pairwise(limits)
+    return [Segment(segment.file, begin, end, after - before) for (begin, before), (end, after) in pairs]
 
 
 def open_token_cache(
@@ -57,14 +56,14 @@ def open_token_cache(
     tokenizer: Tokenizer,
     validation_fraction: float,
     *,
-    template: type[Template] | None,
+    template: Any,
     cache_folder: str,
     builds_cache: bool,
     verifies: bool = False,
 ) -> TokenCache:
-    """Return the token cache of a dataset. The rank with `builds_cache`, one per node, builds what is missing or
-    damaged, and the other ranks of its node wait for it. With `verifies` it also compares all of a large cache with its
-    checksums.
+    """Return the token cache of a dataset; `template` is ChatTemplate, or None for plain text. The rank with
+    `builds_cache`, one per node, builds what is missing or damaged, and the other ranks of its node wait for it. With
+    `verifies` it also compares all of a large cache with its checksums.
 
     Every rank must call it.
 
@@ -73,6 +72,7 @@ def open_token_cache(
         TrainingError: if the dataset cannot be read now and perhaps can later, or the disk damages what is written.
     """
     segments: Iterable[Segment] = []
+    rows = tokenizer.rows if tokenizer.rows and tokenizer.vocab_size > tokenizer.rows.n else None
 
     def find() -> str:
         """Return the name of the cache's folder, and find the segments of the dataset."""
@@ -81,6 +81,7 @@ def open_token_cache(
         if template:
             fingerprint += f"/{source.training.dataset_format}/{tokenizer.call(template.identity_of)}"
         options = f"{token_shards.FORMAT}/{fingerprint}/{tokenizer.identity}/{validation_fraction}/{SHARD_BYTES}"
+        options += f"/{rows.n} rows" if rows else ""
         return hashlib.sha256(options.encode()).hexdigest()[:32]
 
     option = f"training.cache_folder = {show(cache_folder)}"
@@ -95,7 +96,7 @@ def open_token_cache(
         from titanlite.data.worker import name_of
 
         name = name_of(template) if template else ""
-        options = CacheOptions(source.training, source.path_option, tokenizer.path, validation_fraction, name)
+        options = CacheOptions(source, tokenizer.path, validation_fraction, name, rows)
         CacheBuilder(folder, dtype, segments_of_shards(segments), options, tokenizer, option).build()
         if (cache := _complete_cache(folder, dtype, option, verifies=verifies)) is None:
             raise TrainingError(f"{option}: {folder} is damaged right after it was built")
@@ -106,22 +107,20 @@ def open_token_cache(
 
 def _of_builder(find: Callable[[], str], builds_cache: bool) -> str:
     """Return what `find` returns on the rank of this node that builds the cache, and raise what it raises there."""
-    name, error = "", None
+    found: list[Any] = [(builds_cache, "", None)]
     if builds_cache:
         try:
-            name = find()
-        except (ConfigError, TrainingError) as caught:
-            error = caught
+            found = [(True, find(), None)]
+        except (ConfigError, TrainingError) as error:
+            found = [(True, "", error)]
     if dist.is_initialized():
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, (builds_cache, name, error))
-        for builds, other, failed in found[: dist.get_rank() + 1]:  # a node's ranks are consecutive, the builder first
-            if builds:
-                name = other
-            error = error or failed
-    if error:
+        own, found = found[0], [None] * dist.get_world_size()
+        dist.all_gather_object(found, own)
+        found = found[: dist.get_rank() + 1]
+    if error := next((failed for *_, failed in found if failed), None):
         raise error
-    return name
+    names = [name for builds, name, _ in found if builds]  # a node's ranks are consecutive, the builder first
+    return names[-1] if names else ""
 
 
 def _wait(folder: Path, dtype: DType) -> Index:

@@ -336,14 +336,11 @@ class Tokens:
     def __getitem__(self, part: slice) -> np.ndarray:
         """Return a slice without a step."""
         begin, end, _ = part.indices(len(self))
-        slices = []
-        number = int(np.searchsorted(self._ends, begin, side="right"))
-        while begin < end:
-            first = int(self._ends[number - 1]) if number else 0
-            last = min(end, int(self._ends[number]))
-            if last > begin:
-                slices.append(self.cache.read(number, self.split, begin - first, last - first))
-            begin, number = last, number + 1
-        if len(slices) == 1:
-            return slices[0]
-        return np.concatenate([np.empty(0, self.cache.index.dtype), *slices])
+        end = max(begin, end)
+        first, last = np.searchsorted(self._ends, (begin, end - 1), side="right").tolist()
+        slices = [np.empty(0, self.cache.index.dtype)]
+        for number in range(first, last + 1):
+            offset = int(self._ends[number - 1]) if number else 0
+            n = int(self._ends[number]) - offset
+            slices.append(self.cache.read(number, self.split, max(begin - offset, 0), min(end - offset, n)))
+        return slices[1] if len(slices) == 2 else np.concatenate(slices)

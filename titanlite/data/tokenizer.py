@@ -1,25 +1,60 @@
 """Tokenizers, from text to token ids: what each has, and the one that a run on bytes has."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+
+from titanlite.config.loader import ConfigError, show
+
+
+class Rows(NamedTuple):
+    """How many rows the embedding of a model has: its tokens are the ids below."""
+
+    n: int
+    option: str
+    """What has the number, for messages, as in "model.vocab_size = 320"."""
+    advice: str
+
+    def require(self, text: str, tokens: np.ndarray | list[int]) -> None:
+        """Raise ConfigError if a text has a token without a row."""
+        if (largest := int(np.max(tokens, initial=0))) >= self.n:
+            problem = f"{self.option}: {show(text[:40])} has the token {largest}: expected ids below {self.n}"
+            raise ConfigError([f"{problem}; {self.advice}"])
 
 
 class Tokenizer(Protocol):
     """Makes token ids of text."""
 
-    bos: int | None
+    rows: Rows | None = None
+    """Of the model that the tokens are for. The tokenizer may have more ids, which texts must not have then."""
+    prefix: list[int]
+    """What begins each text, such as BOS."""
+    suffix: list[int]
+    """What ends each text, beside the EOS of documents."""
     eos: int
     vocab_size: int
     identity: str
     path: str
 
-    def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the token ids of each text, uint32, without BOS and EOS."""
+    @property
+    def bos(self) -> int | None:
+        """The first token of `prefix`, if there is one."""
+        return next(iter(self.prefix), None)
+
+    def encode(self, texts: list[str], special: bool = False) -> list[np.ndarray]:
+        """Return the token ids of each text, uint32, without prefix and suffix. With `special`, special tokens that a
+        text spells out are such, and ordinary text without."""
 
     def decode(self, tokens: list[int]) -> str:
         """Return the text of tokens. Special tokens have none."""
+
+    def fit(self, rows: Rows) -> "Tokenizer":
+        """Return this tokenizer for a model. Raises ConfigError if the model lacks a row for BOS or EOS."""
+        self.rows = rows
+        rows.require("BOS", self.prefix)
+        rows.require("EOS", [self.eos])
+        return self
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return what a function of the tokenizer returns, from the process that the tokenizer runs in."""
@@ -29,10 +64,10 @@ class Tokenizer(Protocol):
 class ByteTokenizer(Tokenizer):
     """Makes every byte of UTF-8 a token; 256 is BOS and 257 is EOS."""
 
-    bos, eos, vocab_size = 256, 257, 258
+    prefix, suffix, eos, vocab_size = [256], list[int](), 257, 258
     identity, path = "bytes", ""
 
-    def encode(self, texts: list[str]) -> list[np.ndarray]:
+    def encode(self, texts: list[str], special: bool = False) -> list[np.ndarray]:
         # surrogatepass: a text with a broken character is still bytes
         encoded = (text.encode("utf-8", "surrogatepass") for text in texts)
         return [np.frombuffer(text, dtype=np.uint8).astype(np.uint32) for text in encoded]
@@ -42,8 +77,14 @@ class ByteTokenizer(Tokenizer):
         return bytes(token for token in tokens if token < 256).decode("utf-8", "replace")
 
 
-def encode_documents(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
-    """Return the token ids of each document, uint32: BOS (if the tokenizer has one), the text, EOS."""
-    bos = np.array([] if tokenizer.bos is None else [tokenizer.bos], np.uint32)
-    eos = np.array([tokenizer.eos], np.uint32)
-    return [np.concatenate([bos, tokens, eos]) for tokens in tokenizer.encode(texts)]
+def encode_documents(tokenizer: Tokenizer, texts: list[str], special: bool = False) -> list[np.ndarray]:
+    """Return the token ids of each document, uint32: what the tokenizer adds around a text, and EOS; of `special` texts
+    what they do not have."""
+    begin, end = tokenizer.prefix, tokenizer.suffix
+    end = end if end[-1:] == [tokenizer.eos] else [*end, tokenizer.eos]
+    documents = []
+    for tokens in tokenizer.encode(texts, special):
+        before = [] if special and tokens[: len(begin)].tolist() == begin else begin
+        after = [] if special and tokens[-len(end) :].tolist() == end else end
+        documents.append(np.concatenate([np.array(before, np.uint32), tokens, np.array(after, np.uint32)]))
+    return documents

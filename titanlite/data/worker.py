@@ -31,7 +31,7 @@ THREADS = 4
 """Cores for each worker. Reading and unpacking take one thread of it."""
 MESSAGES: dict[str, TypeAdapter[Any]] = {
     "error": TypeAdapter(tuple[bool, list[str]]),  # whether it is a ConfigError, and its lines
-    "report": TypeAdapter(tuple[int, int]),  # bytes and tokens since the last report
+    "report": TypeAdapter(tuple[int, int, list[str]]),  # bytes and tokens since the last one, and what is not read
     "at": TypeAdapter(tuple[str, int]),  # the file and the row that is read next
 }
 """What a worker sends besides a result."""
@@ -144,11 +144,11 @@ class TokenizerProcess(Worker, HuggingFaceTokenizer):
 
     def __init__(self, path: Path):
         Worker.__init__(self, str(path))
-        self.bos, self.eos, self.vocab_size, self.identity = self.call(_properties)
+        self.prefix, self.suffix, self.eos, self.vocab_size, self.identity = self.call(_properties)
 
-    def encode_chunks(self, chunks: list[str]) -> list[Tokens]:
+    def encode_chunks(self, chunks: list[str], special: bool) -> list[Tokens]:
         at = f" at the text {show(chunks[0][:40])}, or shortly after it"
-        return self.call(HuggingFaceTokenizer.encode_chunks, chunks, where=lambda: at)
+        return self.call(HuggingFaceTokenizer.encode_chunks, chunks, special, where=lambda: at)
 
     def decode(self, tokens: list[int]) -> str:
         return self.call(HuggingFaceTokenizer.decode, tokens)
@@ -158,10 +158,10 @@ class TokenizerProcess(Worker, HuggingFaceTokenizer):
             self.close()
 
 
-def _properties(tokenizer: Any) -> tuple[int | None, int, int, str]:
-    return tokenizer.bos, tokenizer.eos, tokenizer.vocab_size, tokenizer.identity
+def _properties(tokenizer: Any) -> tuple[list[int], list[int], int, int, str]:
+    return tokenizer.prefix, tokenizer.suffix, tokenizer.eos, tokenizer.vocab_size, tokenizer.identity
 
 
 def send(kind: str, content: Any) -> None:
     """Send something from the worker before the result."""
-    write(sys.stdout.buffer, kind, MESSAGES[kind].dump_json(content))
+    write(sys.__stdout__.buffer, kind, MESSAGES[kind].dump_json(content))

@@ -34,7 +34,10 @@ def main() -> None:
     """Answer the parent's calls."""
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library's Rust code prints there how it fails
+    sys.__stdout__, sys.stdout = os.fdopen(os.dup(1), "w"), os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    for descriptor in (1, 2):  # the library's Rust code prints there, and what it says is no answer
+        os.dup2(sys.stdout.fileno(), descriptor)
+    sys.modules["torch"] = None  # type: ignore[assignment]  # transformers would import it, and no tokenizer needs it
     path, tokenizer, calls = sys.argv[1], None, queue.SimpleQueue[Any]()
 
     def receive() -> None:
@@ -52,7 +55,7 @@ def main() -> None:
             types, result = types_of(function)
             tokenizer = tokenizer or (HuggingFaceTokenizer(Path(path)) if path else ByteTokenizer())
             content = function(tokenizer, *types.validate_json(arguments, strict=True))
-            write(sys.stdout.buffer, "result", result.dump_json(content))
+            write(sys.__stdout__.buffer, "result", result.dump_json(content))
         except ConfigError as error:
             send("error", (True, error.problems))
         except (TrainingError, OSError) as error:

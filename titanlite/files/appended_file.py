@@ -1,15 +1,16 @@
 """Files that a run appends to, and that may not stop it: on a full disk training continues."""
 
+import errno
 import os
 import sys
 from pathlib import Path
 
+from titanlite.config.regular_file import open_own
+
 
 def report(what: str, error: OSError, consequence: str) -> None:
     """Print one line about a file that could not be written."""
-    print(
-        f"warning: {what} could not be written: {error.strerror or error}; {consequence}", file=sys.stderr, flush=True
-    )
+    print(f"warning: {what} could not be written: {error.strerror or error}; {consequence}", file=sys.stderr)
 
 
 class AppendedFile:
@@ -17,7 +18,7 @@ class AppendedFile:
     line is printed when that begins, and one when it ends."""
 
     def __init__(self, path: Path):
-        self.path, self._pending, self._failed = path, b"", False
+        self.path, self._pending, self._failed, self._place = path, b"", False, os.path.realpath(path.parent)
         self._size: int | None = None  # of the file before a write that failed, in bytes
 
     def append(self, record: bytes) -> None:
@@ -25,7 +26,9 @@ class AppendedFile:
         self._pending += record
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "ab", buffering=0) as file:
+            if os.path.realpath(self.path.parent) != self._place:  # a link to a folder of others
+                raise OSError(errno.ELOOP, "its folder is another one since the run has begun")
+            with open(self.path, "ab", buffering=0, opener=open_own) as file:
                 size = file.seek(0, os.SEEK_END)
                 if self._size is None:
                     self._size = size

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from titanlite.config.errors import TrainingError
 from titanlite.config.loader import ConfigError, printable
+from titanlite.config.regular_file import open_own
 
 Int63 = Annotated[int, Field(ge=0, le=2**63 - 1)]
 """A count, a size or an index that a record has: what the 63 bits of a positive int64 hold."""
@@ -46,10 +47,8 @@ def checksum(data: bytes | memoryview) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
-LASTING = (
-    errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG,
-    errno.EINVAL, errno.EFBIG, errno.ENXIO,
-)  # fmt: skip
+_NAMES = "ENOENT EACCES EPERM EISDIR ENOTDIR ELOOP ENAMETOOLONG EINVAL EFBIG ENXIO"
+LASTING = [getattr(errno, name) for name in _NAMES.split()]
 """Errors of files that are missing, forbidden, misnamed or, by titanlite.config.regular_file, of another kind."""
 
 
@@ -83,7 +82,7 @@ def sync_folder(path: Path) -> None:
 
 def write_synced(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Write a file, and wait until it is on the disk. A new one has this mode, but for the umask."""
-    with open(path, "wb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, mode)) as file:
+    with open(path, "wb", opener=lambda name, flags: open_own(name, flags, mode)) as file:
         file.write(data)
         sync(file)
 

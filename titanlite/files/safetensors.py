@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from titanlite.config.regular_file import open_own
 from titanlite.files.durable import checksum, sync
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "U64": 8, "U32": 4, "U16": 2, "U8": 1}
@@ -58,11 +59,8 @@ def write(
     path: Path, tensors: Tensors, contents: Iterator[memoryview], metadata: Mapping[str, str] | None = None
 ) -> tuple[int, bytes]:
     """Write a file and wait until it is on the disk. Return its size and its header. `contents` yields the bytes of the
-    tensors, and only one of them is in memory at a time. Without `metadata`, the header has their checksums.
-
-    Raises:
-        OSError: if the file cannot be written, as when the disk is full.
-    """
+    tensors, and only one of them is in memory at a time. Without `metadata`, the header has their checksums. Raises
+    OSError if the file cannot be written, as when the disk is full."""
     n_blocks = itertools.count(1)
 
     def write_blocks(content: memoryview) -> list[str]:
@@ -81,7 +79,7 @@ def write(
     checksums = {  # as long as those that are known after the data
         name: ["0" * 16] * math.ceil((end - begin) / BLOCK_BYTES) for name, (begin, end) in places(tensors).items()
     }
-    with path.open("wb") as file:
+    with open(path, "wb", opener=open_own) as file:
         file.write(header())
         for name in tensors:
             checksums[name] = write_blocks(next(contents))  # in no variable here while the next one is made

@@ -4,18 +4,23 @@ the model's own files say stays, but for what the run changed and what describes
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.hf.config_json import hf_config, model_options
+from titanlite.config import ConfigError, load_values
+from titanlite.config.hf.config_json import NO_OPTION, TOGETHER, hf_config, model_options
 from titanlite.config.hf.families import FAMILIES
 from titanlite.config.hf.values import read_json_object, token_ids
-from titanlite.config.schema import Model
+from titanlite.config.schema import Model, count_parameters
 
-TOGETHER = (
-    {"rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"},
-    {"sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "num_hidden_layers"},
-)
-"""Keys that say the same thing: where one has changed, all are written as for a model without such files."""
-NO_OPTION = ("max_position_embeddings", "num_nextn_predict_layers")
-"""Keys that no option of the model has, so that the exported value is compared with that of the file."""
+
+def model_of(folder: Path) -> Model:
+    """Return the model of a folder's config.json. Raises ConfigError as a run on such a model does, and for a model of
+    1 GiB or more that is larger than the weights beside it, if there are any."""
+    file, weights = folder / "config.json", folder.glob("*.safetensors")
+    sizes = [each.stat().st_size for each in weights if each.is_file()]
+    model = load_values({"model": model_options(folder), "training": {"seq_len": 1}}, str(file), []).config.model
+    if sizes and (n_parameters := count_parameters(model)) > max(2 * sum(sizes), 2**28):  # of 4 bits or more
+        problem = f"has {n_parameters} parameters, and the *.safetensors beside it {sum(sizes)} bytes"
+        raise ConfigError([f"{file}: its model {problem}; expected the config.json of these weights"])
+    return model
 
 
 def config_files(
@@ -36,7 +41,7 @@ def config_files(
         if own is None or own in known:
             del special_tokens[key]
     after = hf_config(options, **arguments, bos=None, eos=None)
-    before = hf_config(Model.model_validate(model_options(source)), **arguments, bos=None, eos=None)
+    before = hf_config(model_of(source), **arguments, bos=None, eos=None)
     before |= {key: released.get(key) for key in NO_OPTION if key in before}
     changed = {key for key in {**before, **after} if before.get(key) != after.get(key)}
     if "max_position_embeddings" in changed and after["rope_scaling"]:

@@ -48,6 +48,8 @@ SINGLE, INDEX = WEIGHTS
 HF_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Dtype that is read, as safetensors name it: its name in torch."""
 EMBEDDING = "tok_embeddings.weight"
+ROWS_AT_A_TIME = 2**14
+"""Rows whose mean is computed together."""
 EXPERT_DIMS = 3
 """Dimensions of a parameter of experts: experts, rows, columns."""
 PREFIXES = ("model.", "transformer.")
@@ -94,8 +96,9 @@ def load_hf_weights(folder: Path, model: nn.Module, options: Model) -> None:
     has_both = options.tie_embeddings and OUTPUT_HEAD in files and EMBEDDING in parameters
     if has_both:
         shapes[OUTPUT_HEAD] = parameters[EMBEDDING].shape
+    grows = {OUTPUT_HEAD, name_in(files, hf_name(EMBEDDING, options))} if options.new_tokens == "mean" else set()
     for file in sorted({files[name] for name in shapes}):
-        problems += _file_problems(file, {name: shape for name, shape in shapes.items() if files[name] == file})
+        problems += _file_problems(file, {name: shape for name, shape in shapes.items() if files[name] == file}, grows)
     if problems:
         raise ConfigError(problems)
     if has_both:
@@ -104,6 +107,11 @@ def load_hf_weights(folder: Path, model: nn.Module, options: Model) -> None:
         for name, parameter in parameters.items():
             _fill(parameter, name, {tensor: files[tensor] for tensor in tensors[name]}, options)
             advance()
+    for name in grows & shapes.keys() if is_rank0 else ():
+        with open_safetensors(files[name]) as of_file:
+            n = options.vocab_size - of_file.get_slice(name).get_shape()[0]
+        if n:
+            print(f"{folder}: {n} new rows of {name}, the mean of the others (model.new_tokens)", flush=True)
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
@@ -168,20 +176,16 @@ def _name_problems(folder: Path, found: set[str], expected: set[str], *, tied: b
     other = sorted(name for name in found - expected if not NOT_A_WEIGHT.fullmatch(name))
     if tied and OUTPUT_HEAD in other:
         other.remove(OUTPUT_HEAD)  # compared with the embedding later
+    hint = "set [model] to the options of this folder's model"
     if missing:
-        what = "which the model needs"
-        if missing == [OUTPUT_HEAD]:
-            what += " unless model.tie_embeddings = true"
-        problems.append(
-            f"{folder}: lacks {first_of(missing)}, {what}; set [model] to the options of this folder's model"
-        )
+        unless = " unless model.tie_embeddings = true" if missing == [OUTPUT_HEAD] else ""
+        problems.append(f"{folder}: lacks {first_of(missing)}, which the model needs{unless}; {hint}")
     quantized = [name for name in other if QUANTIZED.search(name)]
     if quantized:
         what = "quantized weights are not read; take or make ones in bfloat16 or float32 (docs/hugging_face.md)"
         problems.append(f"{folder}: has {first_of(quantized)}: {what}")
     elif other:
-        what = "which the model lacks; set [model] to the options of this folder's model"
-        problems.append(f"{folder}: has {first_of(other)}, {what}")
+        problems.append(f"{folder}: has {first_of(other)}, which the model lacks; {hint}")
     return problems
 
 
@@ -190,8 +194,9 @@ def first_of(names: list[str]) -> str:
     return show(names[0]) + (f" and {len(names) - 1} other tensors" if len(names) > 1 else "")
 
 
-def _file_problems(file: Path, shapes: dict[str, torch.Size]) -> list[str]:
-    """Return a line for each of these tensors that a file lacks, or has with another shape or an unsupported dtype."""
+def _file_problems(file: Path, shapes: dict[str, torch.Size], grows: set[str]) -> list[str]:
+    """Return a line for each of these tensors that a file lacks, or has with another shape or an unsupported dtype. Of
+    those in `grows` it may have fewer rows."""
     problems = []
     try:
         with open_safetensors(file) as tensors:
@@ -201,8 +206,9 @@ def _file_problems(file: Path, shapes: dict[str, torch.Size]) -> list[str]:
                     problems.append(f"{file}: lacks {show(name)}, which {INDEX} says it has; download the folder again")
                     continue
                 header = tensors.get_slice(name)
-                if header.get_shape() != list(shape):
-                    problem = f"{file}: {name} has shape {header.get_shape()}, and the model needs {list(shape)}"
+                found, needed = header.get_shape(), list(shape)
+                if found != needed and not (name in grows and found[1:] == needed[1:] and 0 < found[0] < needed[0]):
+                    problem = f"{file}: {name} has shape {found}, and the model needs {needed}"
                     problems.append(f"{problem}; set [model] to the options of this folder's model")
                 dtypes = ("U8",) if name.endswith((BLOCKS, SCALES)) else HF_DTYPES
                 if header.get_dtype() not in dtypes:
@@ -222,8 +228,7 @@ def open_safetensors(file: Path, again: str = "download") -> Iterator[Any]:
     try:
         tensors = safe_open(file, framework="pt")
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        problem = f"{file}: cannot be read as safetensors ({error}); {again} it again"
-        raise ConfigError([problem]) from None
+        raise ConfigError([f"{file}: cannot be read as safetensors ({error}); {again} it again"]) from None
     with tensors:
         yield tensors
 
@@ -295,8 +300,13 @@ def _ranges(parameter: Tensor, name: str, options: Model) -> list[Range]:
 
 
 def _read(tensor: Any, ranges: list[Range]) -> Tensor:
-    """Return a shard of a tensor in a file, a slice of a safetensors file."""
-    result = tensor[tuple(covered for covered, _ in ranges)]
+    """Return a shard of a tensor in a file, a safetensors slice. Rows that it lacks are the mean of its own."""
+    result, rows = tensor[tuple(covered for covered, _ in ranges)], ranges[0][0]
+    if rows.stop > (n := tensor.get_shape()[0]):
+        parts = (slice(begin, begin + ROWS_AT_A_TIME) for begin in range(0, n, ROWS_AT_A_TIME))
+        mean = sum(tensor[(part, *(covered for covered, _ in ranges[1:]))].double().sum(0) for part in parts) / n
+        new = mean.to(result.dtype).expand(rows.stop - max(rows.start, n), -1)
+        result = torch.cat([result, new])
     for dim, (_, places) in enumerate(ranges):
         result = result if places is None else result.index_select(dim, places)
     return result
@@ -322,6 +332,5 @@ def _cover(indices: Tensor) -> Range:
     if not len(indices):
         return slice(0, 0), None
     first, last = int(indices.min()), int(indices.max())
-    places = indices - first
-    in_order = torch.equal(places, torch.arange(last - first + 1))
-    return slice(first, last + 1), None if in_order else places
+    in_order = torch.equal(indices, torch.arange(first, last + 1))
+    return slice(first, last + 1), None if in_order else indices - first

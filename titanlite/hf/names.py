@@ -73,9 +73,7 @@ NAMES = {
     "llama": Names(),
     "glm": Names(fused=_GATE_UP, neighbours=True),
     "glm4": Names(
-        {
-            **{"attention_post_norm": "post_self_attn_layernorm", "ffn_post_norm": "post_mlp_layernorm"},
-        },
+        {"attention_post_norm": "post_self_attn_layernorm", "ffn_post_norm": "post_mlp_layernorm"},
         fused=_GATE_UP,
         neighbours=True,
     ),

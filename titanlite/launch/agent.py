@@ -1,14 +1,12 @@
 """Runs the ranks of this node with torchrun's elastic agent, inside the launcher's process.
 
-What it adds to torchrun: the launcher's exit status is that of the ranks; a rank that a signal killed is reported on
-all nodes; a wrong config is not started again; and the launcher ends soon after its ranks, even if the agent waits for
-a node that no longer answers.
+It adds to torchrun: the launcher's exit status is that of the ranks; all nodes report a rank that a signal killed; a
+wrong config is not started again; the launcher ends soon after its ranks, also if another node no longer answers.
 """
 
 import contextlib
 import json
 import logging
-import math
 import os
 import signal
 import socket
@@ -25,17 +23,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, RendezvousStoreInfo, registry
 
 from titanlite.config.loader import ConfigError
-from titanlite.launch.process import (
-    LOG_FOLDER,
-    SIGNALS,
-    STOPPED,
-    LauncherSignals,
-    children,
-    clean_up,
-    log_file,
-    print_to_console,
-    send,
-)
+from titanlite.config.regular_file import open_own
+from titanlite.launch import process
+from titanlite.launch.process import LauncherSignals, children, print_to_console, send
 from titanlite.launch.progress import progress
 from titanlite.launch.watchdog import RECORD_SECONDS, failure, ranks_store
 
@@ -66,7 +56,18 @@ class NewStores:
             self.server = dist.TCPStore(self.address, 0, is_master=True, multi_tenant=True)
             port = self.server.port
         place = RendezvousStoreInfo.build(met.rank, dist.PrefixStore("titanlite", met.store), self.address, port)
+        if met.rank:
+            lines = f"the lines of all ranks are in {os.environ[process.LOG_FOLDER]}"
+            print_to_console(f"rank 0 is on {place.master_addr}, and prints there; {lines}")
         return RendezvousInfo(met.store, met.rank, met.world_size, place)
+
+    def num_nodes_waiting(self) -> int:
+        """Return how many nodes wait to join. The agent then starts all ranks anew, so these save and end first."""
+        if n_waiting := self.handler.num_nodes_waiting():
+            ranks = children(os.getpid())
+            send(ranks, signal.SIGTERM)
+            process.wait_for_end(ranks, SECONDS_TO_SAVE)
+        return n_waiting
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.handler, name)
@@ -77,55 +78,35 @@ class NoRestartError(Exception):
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent of one node.
-
-    It overrides _monitor_workers, _restart_workers and _shutdown, by which torch has agents extended, and closes
-    _pcontext, as _shutdown takes no time limit before torch 2.12 (tried on 2.13; read in 2.11 and 2.12).
-    """
+    """torchrun's agent of one node. It overrides _monitor_workers, by which torch has agents extended."""
 
     signals: LauncherSignals
-
+    restarts = 0
+    """How often it has started all ranks anew after a failure."""
     statuses: Mapping[int, int] = {}
     """Exit statuses of the ranks that failed first in this attempt, by rank; negative: the signal that killed it."""
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        processes = {worker.global_rank: worker.id for worker in worker_group.workers}
-        statuses = {rank: status_of(process) for rank, process in processes.items()}
-        failed = {rank: status for rank, status in statuses.items() if status}
+        pids = {worker.global_rank: worker.id for worker in worker_group.workers}
+        failed = {rank: status for rank, pid in pids.items() if (status := status_of(pid))}
+        messages = [self._record(*each) for each in failed.items()]
         if failed:  # the agent itself would send SIGTERM to the others now, and wait for half a minute
-            messages = [self._record(rank, status) for rank, status in failed.items()]
-            deadline = time.monotonic() + SECONDS_AFTER_A_FAILURE
-            while time.monotonic() < deadline and None in map(status_of, processes.values()):
-                time.sleep(0.05)
-            statuses = {rank: status_of(process) for rank, process in processes.items()}
-            failed = {rank: status for rank, status in statuses.items() if status}
-            send((process for process in processes.values() if status_of(process) is None), signal.SIGKILL)
-            for message in filter(None, messages):
-                print_to_console(message)
+            process.wait_for_end(pids.values(), SECONDS_AFTER_A_FAILURE)
+            failed = {rank: status for rank, pid in pids.items() if (status := status_of(pid))}
+            send((pid for pid in pids.values() if status_of(pid) is None), signal.SIGKILL)
         result = super()._monitor_workers(worker_group)
         if not failed:  # they failed just now, or the system cannot tell before
             failed = {rank: failure.exitcode for rank, failure in result.failures.items()}
-            for message in filter(None, [self._record(rank, status) for rank, status in failed.items()]):
-                print_to_console(message)
+            messages = [self._record(*each) for each in failed.items()]
+        for message in filter(None, messages):
+            print_to_console(message)
         self.statuses = failed
-        if failed and (2 in failed.values() or STOPPED in failed.values() or self.signals.stopping):
+        if failed and ({2, process.STOPPED} & {*failed.values()} or self.signals.stopping):
             raise NoRestartError  # the config is wrong, and stays wrong; or the run is to stop
+        if result.is_failed() and self.restarts < worker_group.spec.max_restarts:
+            self.restarts += 1
+            print_to_console(f"restart {self.restarts} of {worker_group.spec.max_restarts}")
         return result
-
-    def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        if not self.statuses:  # nodes have joined: the ranks save
-            self._pcontext.close(signal.SIGTERM, SECONDS_TO_SAVE)
-        super()._restart_workers(worker_group)
-
-    def _shutdown(self, *arguments: Any, **options: Any) -> None:
-        if self._pcontext:
-            self._pcontext.close(signal.SIGTERM, math.ceil(SECONDS_AFTER_A_FAILURE))  # not half a minute
-        super()._shutdown(*arguments, **options)
-
-    @property
-    def store_port(self) -> int | None:
-        """Port of the store, another one for each attempt."""
-        return self.get_worker_group().master_port
 
     def ranks_store(self) -> dist.Store:
         """Return a connection to the store of this attempt's ranks, as the watchdog uses it."""
@@ -138,19 +119,19 @@ class Agent(LocalElasticAgent):
         is_alone = self.get_worker_group().workers[0].world_size == 1
         if status == 2 or (status == 1 and (self.signals.stopping or is_alone)):
             return ""
-        message, log = "", log_file(os.environ[LOG_FOLDER], rank)
+        message, log = "", process.log_file(os.environ[process.LOG_FOLDER], rank)
         if status < 0:
             name = signal.Signals(-status).name
             hint = "; the kernel does that when memory runs out (dmesg tells)" if name == "SIGKILL" else ""
             message = f"error: rank {rank} on {socket.gethostname()} was killed by {name}{hint}"
-        elif status != STOPPED:
+        elif status != process.STOPPED:
             message = f"error: rank {rank} on {socket.gethostname()} ended with status {status}; {log} says why"
-        record = failure(rank, message, 1 if message else STOPPED)
+        record = failure(rank, message, 1 if message else process.STOPPED)
         with contextlib.suppress(dist.DistError):
             if json.loads(self.ranks_store().compare_set("end", "", json.dumps(record))) != record:
                 return ""
         if status < 0:
-            with contextlib.suppress(OSError), open(log, "a") as file:
+            with contextlib.suppress(OSError), open(log, "a", opener=open_own) as file:
                 print(message, file=file)
         return message
 
@@ -158,30 +139,18 @@ class Agent(LocalElasticAgent):
 def run_ranks(
     command: list[str], ranks: int, environment: Mapping[str, str], signals: LauncherSignals, *, max_restarts: int
 ) -> int:
-    """Start the ranks of this node and, up to max_restarts times, start them anew after a failure; return the exit
-    status. Only the main thread may call this.
-
-    Args:
-        command: a rank's program and its arguments.
-        ranks: how many to start on this node.
-        environment: the ranks' environment variables. NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT and JOB_ID of a
-            launch on several nodes are read from it.
-    """
+    """Start the ranks of this node, each a process with a command and environment variables, by which the nodes also
+    find each other. Start them anew after a failure, up to max_restarts times. Return the exit status. Only the main
+    thread may call this."""
     os.environ.update(environment)
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)  # what the agent logs of failures is said here in the user's words
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the other signals are passed on to the ranks
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # ranks inherit it, and unblock them when they can respond
+    signal.pthread_sigmask(signal.SIG_BLOCK, process.SIGNALS)  # for ranks, too, until they can respond
     parameters, local_address = rendezvous(environment)
-    spec = WorkerSpec(
-        role="rank",
-        local_world_size=ranks,
-        entrypoint=command[0],
-        args=tuple(command[1:]),
-        rdzv_handler=NewStores(parameters, local_address),
-        max_restarts=max_restarts,
-        local_addr=local_address,
-    )
+    store, place = NewStores(parameters, local_address), {"local_world_size": ranks, "local_addr": local_address}
+    program = {"entrypoint": command[0], "args": tuple(command[1:])}
+    spec = WorkerSpec("rank", **place, **program, rdzv_handler=store, max_restarts=max_restarts)
     agent, finished = Agent(spec, DefaultLogsSpecs(log_dir=os.devnull)), threading.Event()
     agent.signals = signals
     threading.Thread(target=_watch, args=(agent, signals, finished), name="ranks", daemon=True).start()
@@ -194,22 +163,19 @@ def run_ranks(
             return 0 if signals.stopping else 1
     finished.set()
     with contextlib.suppress(Exception):  # another node may have closed it, or be gone
-        spec.rdzv_handler.shutdown()
+        store.shutdown()
     return exit_status(agent.statuses.values(), signals)
 
 
 def rendezvous(environment: Mapping[str, str]) -> tuple[RendezvousParameters, str]:
-    """Return torchrun's rendezvous of a launch, and the address by which this node is reached.
-
-    Raises:
-        ConfigError: if MASTER_ADDR has no address within five minutes; a cluster may need a while to name its nodes.
-    """
+    """Return torchrun's rendezvous of a launch, and the address by which this node is reached. Raises ConfigError if
+    MASTER_ADDR has no address within a minute; a cluster may need a while to name its nodes."""
     least, _, most = (environment.get("NNODES") or "1").partition(":")
     if (most or least) == "1":  # localhost, or torch asks DNS for the node's own name
         address = "localhost"
         return RendezvousParameters("c10d", f"{address}:0", uuid.uuid4().hex, 1, 1, address, is_host=True), address
     first, port = environment["MASTER_ADDR"], int(environment.get("MASTER_PORT") or 29500)
-    run_id, is_host = environment.get("JOB_ID") or "titanlite", environment["NODE_RANK"] == "0"
+    run_id, is_host = environment.get("JOB_ID") or "titanlite", int(environment["NODE_RANK"]) == 0
     # torch would compare MASTER_ADDR with the node's own names, and tell the others the name that the node has for
     # itself. Where these differ, or mean another interface, all nodes would wait forever.
     with progress(f"waiting until MASTER_ADDR = {first} has an address"):
@@ -218,7 +184,7 @@ def rendezvous(environment: Mapping[str, str]) -> tuple[RendezvousParameters, st
     return RendezvousParameters("c10d", f"{first}:{port}", run_id, *nodes, address, **options), address
 
 
-def _address_towards(host: str, port: int, seconds: float = 300.0) -> str:
+def _address_towards(host: str, port: int, seconds: float = 60.0) -> str:
     """Return this node's address on the network by which it reaches another."""
     deadline = time.monotonic() + seconds
     while True:
@@ -227,10 +193,10 @@ def _address_towards(host: str, port: int, seconds: float = 300.0) -> str:
             with socket.socket(family, kind) as probe:
                 probe.connect(target)  # sends nothing, and chooses the interface
                 return probe.getsockname()[0]
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the second: no name that DNS could have
             if time.monotonic() > deadline:
-                problem = f"environment: MASTER_ADDR = {host}: no way to this address: {error.strerror}"
-                raise ConfigError([problem]) from None
+                reason = getattr(error, "strerror", "") or error
+                raise ConfigError([f"environment: MASTER_ADDR = {host}: no way to this address: {reason}"]) from None
             time.sleep(1)
 
 
@@ -248,7 +214,7 @@ def _watch(agent: Agent, signals: LauncherSignals, finished: threading.Event) ->
         limit = SECONDS_AFTER_A_FAILURE if any(statuses) or not statuses else SECONDS_AFTER_THE_END
         if time.monotonic() - ended_since > limit:
             statuses += agent.statuses.values()
-            clean_up()
+            process.clean_up()
             os._exit(exit_status([status for status in statuses if status], signals))
 
 
@@ -259,8 +225,8 @@ def _kill_stopped_ranks(agent: Agent, finished: threading.Event) -> None:
     while not finished.wait(2):
         with contextlib.suppress(Exception):  # there is no store yet, or no longer
             ranks = children(os.getpid())
-            if port != agent.store_port:
-                port, store = agent.store_port, agent.ranks_store()
+            if port != agent.get_worker_group().master_port:  # another one for each attempt
+                port, store = agent.get_worker_group().master_port, agent.ranks_store()
             if store.check(["end"]) and not finished.wait(SECONDS_AFTER_A_FAILURE):
                 send(set(ranks) & set(children(os.getpid())), signal.SIGKILL)
 
@@ -281,6 +247,6 @@ def status_of(pid: int) -> int | None:
 
 def exit_status(failures: Iterable[int], signals: LauncherSignals) -> int:
     """Return the launcher's exit status from those of the ranks that have failed."""
-    stopped = {STOPPED, -signal.SIGTERM} if signals.stopping else {STOPPED}
+    stopped = {process.STOPPED, -signal.SIGTERM} if signals.stopping else {process.STOPPED}
     failed = [status for status in failures if status not in stopped]
     return 2 if 2 in failed else 1 if failed else 0

@@ -1,11 +1,13 @@
 """Arguments of the commands: how they are parsed, and what several commands have in common."""
 
 import argparse
+import contextlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from titanlite.config.loader import ConfigError
+from titanlite.config.loader import ConfigError, did_you_mean
 from titanlite.config.types import MOST_ITEMS
 
 MODEL_DTYPES = ("float32", "bfloat16", "float64")
@@ -22,12 +24,12 @@ class Parser(argparse.ArgumentParser):
         """Add the arguments that name a trained model."""
         self.add_argument("folder", type=Path, metavar="FOLDER", help="a checkpoint or a Hugging Face folder")
         self.add_argument("--tokenizer", metavar="FOLDER", help="a tokenizer.json, the folder with it, or bytes")
-        self.add_argument(
-            "--dtype", choices=MODEL_DTYPES, help="dtype of weights in memory (default: as in the folder)"
-        )
+        self.add_argument("--dtype", choices=MODEL_DTYPES, help="dtype of weights in memory (default: the folder's)")
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError([f"command line: {message}; --help tells more"])
+        found = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+        hint = did_you_mean(found[1], re.findall(r"[\w.]+", found[2])) if found else ""
+        raise ConfigError([f"command line: {message}{hint or '; --help tells more'}"])
 
 
 def take_own(argv: list[str]) -> tuple[str, list[str]]:
@@ -42,13 +44,10 @@ def number(kind: type, expected: str, accepts: Callable[[Any], bool]) -> Callabl
     """Return a function that reads an argument as a number that it accepts, which `expected` says in words."""
 
     def read(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or not accepts(value):
-            raise argparse.ArgumentTypeError(f"{text}: expected {expected}")
-        return value
+        with contextlib.suppress(ValueError):
+            if accepts(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"{text}: expected {expected}")
 
     return read
 

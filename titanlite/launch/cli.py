@@ -1,16 +1,17 @@
 """The `titanlite` command: one name, and a module for each of its subcommands."""
 
-import difflib
 import errno
 import importlib
 import os
+import re
 import signal
 import sys
 
 from titanlite import __version__
 from titanlite.config.errors import TrainingError
-from titanlite.config.loader import ConfigError, print_problems, printable
-from titanlite.launch.process import ENDS_WITH_STDIN, end_with_stdin, exit_process, listen_as_launcher
+from titanlite.config.loader import ConfigError, did_you_mean, print_problems, printable
+from titanlite.launch import process
+from titanlite.launch.process import exit_process, listen_as_launcher
 
 COMMANDS = {
     "train": ("titanlite.launch.launcher", "train a config on this node with as many ranks as it asks for"),
@@ -21,58 +22,51 @@ COMMANDS = {
     "diff": ("titanlite.tools.diff.command", "find the first tensor at which two runs differ"),
     "tokenize": ("titanlite.tools.tokenize", "tokenize the dataset of a config before a run"),
     "checkpoint": ("titanlite.tools.checkpoint", "list and verify the checkpoints of a run"),
-    "config": (
-        "titanlite.tools.config",
-        "print or compare configs, or print all options; convert a file of torchtitan",
-    ),
+    "config": ("titanlite.tools.config", "print, compare or convert configs, or print all options"),
     "generate": ("titanlite.tools.generate.command", "continue prompts with a trained model"),
     "eval": ("titanlite.tools.evaluate", "compute the loss of a model on a dataset"),
     "export": ("titanlite.checkpoint.export", "write a checkpoint as a Hugging Face folder"),
 }
 """Subcommand: the module whose `main(argv)` returns the exit status, or raises ConfigError, and what it does."""
-ENDED_AT_ONCE = ("train", "tokenize", "generate", "eval")
-"""Subcommands with signals or threads that could give the process another status while Python shuts down."""
 
 
 def usage() -> str:
     """Return the text of `titanlite --help`."""
-    lines = ["usage: titanlite COMMAND [arguments]", "", "commands:"]
-    lines += [f"  {name:<12}{purpose}" for name, (_, purpose) in COMMANDS.items()]
-    lines += [
-        "",
-        "titanlite COMMAND --help tells more. CONFIG is a TOML file, or a name such as debug or 70b of a config",
-    ]
-    lines += ["that comes with titanlite."]
-    return "\n".join(lines)
+    commands = "".join(f"  {name:<12}{purpose}\n" for name, (_, purpose) in COMMANDS.items())
+    hint = "CONFIG is a TOML file, or a name such as debug or 70b of a config\nthat comes with titanlite."
+    return f"usage: titanlite COMMAND [arguments]\n\ncommands:\n{commands}\ntitanlite COMMAND --help tells more. {hint}"
 
 
 def main() -> None:
     """Run a subcommand and exit with its status: 0 done, 2 wrong arguments or config, 1 anything else."""
     name, *arguments = sys.argv[1:] or ["--help"]
+    process.prepare(is_command=True)
+    sys.stderr = process.UnfailingStream(sys.stderr)
+    sys.stdout = process.UnfailingStream(sys.stdout) if name == "train" else sys.stdout
+    status, problem = 1, ""
     try:
         try:
             status = run(name, arguments)
         finally:
             sys.stdout.flush()
     except KeyboardInterrupt:
-        print(f"error: titanlite {name}: interrupted", file=sys.stderr)
-        exit_process(1)  # at once: Python would wait for threads, and may end with the signal's status
+        status, problem = 1, f"titanlite {name}: interrupted"
     except TrainingError as error:
-        print(f"error: {error}", file=sys.stderr)
-        status = 1
+        problem = f"{error}"
+    except (MemoryError, ImportError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not re.search("allocate mem|new thread|map segment", f"{error}"):
+            raise
+        reason = printable(f"{error}") or "no more can be allocated"
+        problem = f"titanlite {name}: out of memory: {reason}; is ulimit -v too low?"
     except OSError as error:
-        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
-            print(f"error: {printable(f'{error.filename}: {error.strerror}')}", file=sys.stderr)
-            sys.exit(2)
+        status = 2 if error.errno in (errno.ENAMETOOLONG, errno.ELOOP) else 1
         if error.filename is None:  # of standard output: the disk is full, or the reader has ended, as `head` does
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        what = f"{error.filename or 'standard output'}: {error.strerror or error}"
-        if not isinstance(error, BrokenPipeError):
-            print(f"error: titanlite {name}: {printable(what)}", file=sys.stderr)
-        status = 1
-    if name in ENDED_AT_ONCE:
-        exit_process(status)
-    sys.exit(status)
+        what = printable(f"{error.filename or 'standard output'}: {error.strerror or error}")
+        problem = "" if isinstance(error, BrokenPipeError) else what if status == 2 else f"titanlite {name}: {what}"
+    if problem:
+        print(f"error: {problem}", file=sys.stderr)
+    exit_process(status)  # at once: Python would wait for threads, which could give the process another status
 
 
 def run(name: str, arguments: list[str]) -> int:
@@ -87,9 +81,8 @@ def run(name: str, arguments: list[str]) -> int:
     if odd := next((text for text in [name, *arguments] if printable(text, "\t\n") != text), ""):
         problem = f"command line: {printable(odd)}: expected UTF-8 without control characters"
     elif name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(COMMANDS)}"
-        problem = f"titanlite {printable(name)}: unknown command; {hint}"
+        hint = did_you_mean(name, COMMANDS) or f"; expected one of {', '.join(COMMANDS)}"
+        problem = f"titanlite {printable(name)}: unknown command{hint}"
     if problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
@@ -97,8 +90,8 @@ def run(name: str, arguments: list[str]) -> int:
         listen_as_launcher()  # before the imports, which take a while
     else:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the command as Ctrl-C does
-    if ENDS_WITH_STDIN in os.environ:
-        end_with_stdin()
+    if process.ENDS_WITH_STDIN in os.environ:
+        process.end_after(sys.stdin.read, "standard input", status=0)  # of 0 torchrun says nothing
     return run_command(name, arguments)
 
 

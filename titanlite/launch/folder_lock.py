@@ -6,6 +6,7 @@ waits compares counters and never clocks, which differ between nodes.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import platform
@@ -20,7 +21,7 @@ from typing import Annotated
 from pydantic import Field, ValidationError
 
 from titanlite.config.loader import ConfigError, show
-from titanlite.config.regular_file import open_file
+from titanlite.config.regular_file import open_file, open_own
 from titanlite.files.durable import Record
 from titanlite.launch.process_table import machine, process_start_time
 from titanlite.launch.progress import progress
@@ -82,42 +83,32 @@ def _parse(content: bytes | None) -> Holder | None:
 
 def _token(content: bytes | None) -> str:
     """Return what tells a lock from others; "" if it names no holder."""
-    holder = _parse(content)
-    return holder.token if holder else ""
+    return getattr(_parse(content), "token", "")
 
 
+@dataclasses.dataclass(eq=False)
 class FolderLock:
-    """Locks a folder as a context manager, or by `acquire` and `release`. A thread keeps the heartbeat meanwhile.
+    """Locks a folder as a context manager, or by `acquire` and `release`. A thread keeps the heartbeat meanwhile."""
 
-    Args:
-        folder: is created if it does not exist.
-        name: of the lock file.
-        purpose: begins the messages, as in 'job.dump_folder = "outputs"'.
-        advice: ends the message about a folder in use: what to do.
-        lost: is called once with a message, in the heartbeat's thread, if another process took over the lock. That
-            happens to a process that was suspended, or cut off from the file system, for longer than `patience`.
-        take_over: whether to take over the lock of a process elsewhere whose heartbeat has stopped. The lock of a dead
-            process of this node is always taken over.
-        beat_seconds: between two heartbeats.
-        patience: for how many heartbeats a lock must not change until its holder counts as dead.
-    """
+    folder: Path
+    """It is created if it does not exist."""
+    name: str
+    purpose: str
+    """Begins the messages, as in 'job.dump_folder = "outputs"'."""
+    advice: str
+    """Ends the message about a folder in use: what to do."""
+    lost: Callable[[str], None]
+    """Called once with a message, in the heartbeat's thread, if another process took over the lock. That happens to a
+    process that was suspended, or cut off from the file system, for longer than `patience`."""
+    take_over: bool = True
+    """Whether to take over a lock of another node whose heartbeat has stopped, as is that of a dead process of this."""
+    beat_seconds: float = 5.0
+    patience: int = 6
+    """For how many heartbeats a lock must not change until its holder counts as dead."""
+    token, _beats, _thread = "", 0, None
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        name: str,
-        purpose: str,
-        advice: str,
-        lost: Callable[[str], None],
-        take_over: bool = True,
-        beat_seconds: float = 5.0,
-        patience: int = 6,
-    ):
-        self.folder, self.path, self.purpose, self.advice = folder, folder / name, purpose, advice
-        self.lost, self.take_over, self.beat_seconds, self.patience = lost, take_over, beat_seconds, patience
-        self.token, self._beats, self._released = "", 0, threading.Event()
-        self._thread: threading.Thread | None = None
+    def __post_init__(self) -> None:
+        self.path, self._released = self.folder / self.name, threading.Event()
 
     def __enter__(self) -> "FolderLock":
         self.acquire()
@@ -127,12 +118,8 @@ class FolderLock:
         self.release()
 
     def acquire(self) -> None:
-        """Take the lock, perhaps from a dead process, and start the heartbeat.
-
-        Raises:
-            FolderInUse: if another process holds the lock.
-            ConfigError: if the folder cannot be written.
-        """
+        """Take the lock, perhaps from a dead process, and start the heartbeat. Raises FolderInUse if another process
+        holds the lock, and ConfigError if the folder cannot be written."""
         self.token = secrets.token_hex(16)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -205,11 +192,8 @@ class FolderLock:
                 os.rename(aside, self.path)
 
     def _is_dead(self, found: bytes) -> bool:
-        """Return whether a lock's holder is dead, and say so; False: the lock has changed, look again.
-
-        Raises:
-            FolderInUse: if the holder is alive, or is dead and may not be taken over.
-        """
+        """Return whether a lock's holder is dead, and say so; False: the lock has changed, look again. Raises
+        FolderInUse if the holder is alive, or is dead and may not be taken over."""
         holder = _parse(found)
         who = str(holder) if holder else "an unknown process (the lock is damaged)"
         alive = holder.is_alive() if holder else None
@@ -262,11 +246,8 @@ class FolderLock:
         if holder:
             # Only the digits are overwritten, in a block that the file has. So neither a full disk nor a crash in
             # between can damage the file.
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_NOFOLLOW)
-            try:
-                os.pwrite(descriptor, f"{self._beats:012}".encode(), BEAT_OFFSET)
-            finally:
-                os.close(descriptor)
+            with open(self.path, "r+b", opener=open_own) as file:
+                os.pwrite(file.fileno(), f"{self._beats:012}".encode(), BEAT_OFFSET)
         else:
             self._withdraw(found)
             self._create()

@@ -15,22 +15,20 @@ The config is checked once, here, before any rank starts: a mistake is one line,
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from titanlite.config import Config, ConfigError, Launch, LoadedConfig, check, load
-from titanlite.config.launch import (
-    count_from_environment,
-    plan_command,
-    quantity,
-    raise_open_file_limit,
-    require_torchft,
-)
-from titanlite.config.loader import show
+from titanlite.config.launch import count_from_environment as count
+from titanlite.config.launch import plan_command, quantity, raise_open_file_limit, require_torchft
+from titanlite.config.loader import check_all, show
 from titanlite.config.reference import help_text
 from titanlite.config.schema import count_parameters
 from titanlite.launch.arguments import take_own
@@ -39,19 +37,23 @@ from titanlite.launch.process import ENDS_WITH_STDIN, LOG_FOLDER, STARTED_BY, av
 
 BYTES_PER_PARAMETER = 6
 """Persistent memory of a parameter, at least: weight, exp_avg and exp_avg_sq in bfloat16."""
+VARIABLES = {
+    "NNODES": ("[1-9][0-9]{0,8}(:[1-9][0-9]{0,8})?", "an integer >= 1"),
+    "LOG_RANK": ("[0-9]{1,9}(,[0-9]{1,9})*", "ranks of this node, as in 0,1"),
+    "OMP_NUM_THREADS": ("[1-9][0-9]{0,8}(,[1-9][0-9]{0,8})*", "an integer >= 1"),
+    "LOGLEVEL": ("CRITICAL|FATAL|ERROR|WARNING|WARN|INFO|DEBUG|NOTSET", "a level of Python's logging, as in INFO"),
+    "MASTER_ADDR": (r"[\w.-]+|[0-9a-fA-F:.]+(%\w+)?", "the name of a node, or its IP address"),
+    "JOB_ID": ("[^\0-\x1f\x7f\ud800-\udfff]+", "text without control characters"),
+}
+"""Environment variables with text: a pattern, and what it stands for."""
 
 
 def ranks_wanted(loaded: LoadedConfig[Config], environment: Mapping[str, str], n_devices: int) -> int:
-    """Return the number of ranks on all nodes: the product of the degrees; one per device if the shard degree is -1;
-    NGPU per node if that is set.
-
-    Args:
-        environment: NGPU and NNODES are read from it.
-        n_devices: accelerators of a node.
-    """
+    """Return the number of ranks on all nodes: the product of the degrees; one per device of a node if the shard degree
+    is -1; NGPU per node if that is set in the environment."""
     _, nodes = nodes_of(environment)
     if environment.get("NGPU"):
-        return nodes * count_from_environment(environment, "NGPU", 1)
+        return nodes * count(environment, "NGPU", 1)
     parallelism = loaded.config.parallelism
     if parallelism.data_parallel_shard_degree == -1:
         return max(parallelism.ranks_per_shard, nodes * max(n_devices, 1))
@@ -59,36 +61,50 @@ def ranks_wanted(loaded: LoadedConfig[Config], environment: Mapping[str, str], n
 
 
 def ranks_per_node(loaded: LoadedConfig[Config], environment: Mapping[str, str], n_devices: int) -> int:
-    """Return the number of ranks to start on this node.
-
-    Args:
-        environment: NGPU and NNODES are read from it.
-        n_devices: accelerators of a node.
-
-    Raises:
-        ConfigError: if the nodes cannot have equally many ranks, `check` rejects the launch, nodes without devices have
-            too little memory for weights and optimizer states, or the folder of initial weights is wrong.
-    """
+    """Return the number of ranks to start on this node, as `ranks_wanted`. Raises ConfigError if the nodes cannot have
+    equally many ranks, `check` rejects the launch, or nodes without devices have too little memory for weights and
+    optimizer states."""
     (least, nodes), wanted = nodes_of(environment), ranks_wanted(loaded, environment, n_devices)
     needed = count_parameters(loaded.config.model) * BYTES_PER_PARAMETER
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if not n_devices and needed > nodes * memory:
-        problem = (
-            f"{loaded.file}: needs {quantity(wanted, 'device')}, and this node has none; its memory of "
-            f"{memory / 2**30:.0f} GiB is too small for weights and optimizer states of {needed / 2**30:,.0f} GiB; "
-            f"{plan_command(loaded.file)}"
+        problem = f"{loaded.file}: needs {quantity(wanted, 'device')}, and this node has none; its memory of "
+        problem += (
+            f"{memory / 2**30:.0f} GiB is too small for weights and optimizer states of {needed / 2**30:,.0f} GiB"
         )
-        raise ConfigError([problem])
+        raise ConfigError([f"{problem}; {plan_command(loaded.file)}"])
     if wanted % nodes:
         ranks = quantity(wanted, "rank")
         raise ConfigError([f"{loaded.file}: {ranks} cannot be divided evenly among NNODES = {nodes} nodes"])
     ranks = wanted // nodes
     for number in {least, nodes}:
-        config = check(loaded, Launch(0, 0, number * ranks, ranks, n_devices))
-    from titanlite.checkpoint.initial_weights import check_initial_weights  # here, since checkpoint/ imports launch/
-
-    check_initial_weights(config.job, config.checkpoint, config.model, loaded.origins)
+        check(loaded, Launch(0, 0, number * ranks, ranks, n_devices))
     return ranks
+
+
+def check_folders(loaded: LoadedConfig[Config]) -> None:
+    """Raise ConfigError with a line for each of the folders and files of a config that its run cannot use: initial
+    weights, tokenizer and data."""
+    from titanlite.checkpoint.initial_weights import check_initial_weights  # here, since both import launch/
+    from titanlite.data.open import check_data
+
+    config = loaded.config.replace(checkpoint__initial_load_path=loaded.config.initial_weights)
+    check_all(
+        lambda: check_initial_weights(config.job, config.checkpoint, config.model, loaded.origins),
+        lambda: check_data(config.model, config.checkpoint, config.parallelism, config.training, config.validation),
+    )
+
+
+def load_and_check(argv: list[str], use: Callable[[LoadedConfig[Config]], Any]) -> LoadedConfig[Config]:
+    """Return a config. Raises ConfigError with the problems of its options, of its folders and, if the options are
+    right, of what `use` does with it."""
+    problems, checks = list[str](), [use, check_folders]
+    try:
+        loaded = load(argv)
+    except ConfigError as error:
+        loaded, problems, checks = error.loaded, error.problems, [check_folders] if error.loaded else []
+    check_all(*(functools.partial(check_of, loaded) for check_of in checks), problems=problems)
+    return loaded
 
 
 def count_devices() -> int:
@@ -102,23 +118,37 @@ def count_devices() -> int:
 
 
 def nodes_of(environment: Mapping[str, str]) -> tuple[int, int]:
-    """Return how many nodes a launch has at least and at most: NNODES, or the two parts of NNODES=MIN:MAX.
-
-    Raises:
-        ConfigError: if they are not integers in this order.
-    """
-    text = environment.get("NNODES") or "1"
-    least, most = (count_from_environment({"NNODES": part}, "NNODES", 1) for part in (text.split(":", 1) * 2)[:2])
+    """Return how many nodes a launch has at least and at most: NNODES, or the two parts of NNODES=MIN:MAX. Raises
+    ConfigError if they are not integers in this order."""
+    text = text_of(environment, "NNODES", "1")
+    least, most = map(int, (text.split(":") * 2)[:2])
     if least > most:
         raise ConfigError([f"environment: NNODES = {show(text)}: expected MIN <= MAX"])
     return least, most
 
 
-def require_place(environment: Mapping[str, str]) -> None:
-    """Raise ConfigError if a launch on several nodes does not say which node this is, and where the first one is."""
+def text_of(environment: Mapping[str, str], name: str, default: str = "") -> str:
+    """Return one of VARIABLES; a default if it is unset or empty. Raises ConfigError if it has not its pattern."""
+    pattern, expected = VARIABLES[name]
+    if (text := environment.get(name) or default) and not re.fullmatch(pattern, text, re.ASCII):
+        raise ConfigError([f"environment: {name} = {show(text)}: expected {expected}"])
+    return text
+
+
+def require_place(environment: Mapping[str, str], ranks: int = 1) -> None:
+    """Raise ConfigError if a launch on several nodes does not say which node this is, and where the first one is, or a
+    variable of the launch, or of the ranks of this node, is wrong."""
+    nodes = nodes_of(environment)[1]
     missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if not environment.get(name)]
-    if missing and nodes_of(environment)[1] > 1:
+    if missing and nodes > 1:
         raise ConfigError([f"environment: {name}: expected a value where NNODES is above 1" for name in missing])
+    for name in ("OMP_NUM_THREADS", "LOGLEVEL", *(("MASTER_ADDR", "JOB_ID") if nodes > 1 else ())):
+        text_of(environment, name)
+    if nodes > 1:
+        count(environment, "MASTER_PORT", 1, 65535)
+        count(environment, "NODE_RANK", 0, nodes - 1)
+    first = min(text_of(environment, "LOG_RANK", "0").split(","), key=int)
+    count({"LOG_RANK": first}, "LOG_RANK", 0, ranks - 1)  # else no rank is shown
 
 
 def launch_variables(loaded: LoadedConfig[Config]) -> dict[str, str]:
@@ -130,23 +160,23 @@ def launch_variables(loaded: LoadedConfig[Config]) -> dict[str, str]:
         folder.mkdir(parents=True, exist_ok=True)
         file = write_for_ranks(loaded, folder)
     except OSError as error:
-        problem = f"job.dump_folder = {show(dump_folder)}: cannot be written: {error.strerror}"
-        raise ConfigError([problem]) from None
+        raise ConfigError([f"job.dump_folder = {show(dump_folder)}: cannot be written: {error.strerror}"]) from None
     return {STARTED_BY: str(os.getpid()), LOG_FOLDER: str(folder), CHECKED_CONFIG: file}
 
 
 def main(argv: list[str]) -> int:
     """Check a config, start its ranks on this node, and return the run's exit status."""
     if "--help" in argv or "-h" in argv:
-        print(f"{__doc__}\n{help_text()}")
+        print(f"{__doc__}\n{help_text(argv)}")
         return 0
     signals = listen_as_launcher()
-    loaded = load(take_own(argv)[1])
-    ranks = ranks_per_node(loaded, os.environ, count_devices())
-    require_place(os.environ)
+    n_devices, options = count_devices(), take_own(argv)[1]
+    loaded = load_and_check(options, lambda loaded: ranks_per_node(loaded, os.environ, n_devices))
+    ranks = ranks_per_node(loaded, os.environ, n_devices)
+    require_place(os.environ, ranks)
     if loaded.config.fault_tolerance.enable:
         require_torchft()
-    restarts = count_from_environment(os.environ, "MAX_RESTARTS", 0)
+    restarts = count(os.environ, "MAX_RESTARTS", 0)
     environment = environment_of_ranks(ranks) | launch_variables(loaded)
     raise_open_file_limit(2 * ranks * nodes_of(os.environ)[1] if os.environ.get("NODE_RANK", "0") == "0" else 0)
     from titanlite.launch.agent import run_ranks  # here, since it imports torch: a mistake shows at once

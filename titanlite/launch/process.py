@@ -10,18 +10,25 @@ Before a process has anything to save, the first three end it at once, with 0.
 import contextlib
 import ctypes
 import functools
+import io
 import math
 import multiprocessing
 import os
+import pwd
+import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import IO, Any, NoReturn
+
+from titanlite.launch.process_table import process_start_time
+from titanlite.launch.safe_path import keep_children_safe
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 STARTED_BY = "TITANLITE_LAUNCHER"
@@ -30,6 +37,8 @@ ENDS_WITH_STDIN = "TITANLITE_ENDS_WITH_STDIN"
 """Environment variable: set for the ranks of a command, which end when the command does and closes their input."""
 STOPPED = 128 + signal.SIGTERM
 """Exit status of a rank that was asked to stop before it had anything to save."""
+SECONDS_OF_A_STALL = 10
+"""How long a terminal or a pipe that takes nothing, as after Ctrl-S, is waited for: less than a rank that hangs."""
 LOG_FOLDER = "TITANLITE_LOG_FOLDER"
 """Environment variable: the folder where each rank writes its lines, to the console too if LOG_RANK names it."""
 
@@ -80,7 +89,7 @@ class Signals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher starts ranks with these blocked
 
     def received_by_rank(self, number: int) -> None:
-        """Take note of a signal, or end the process."""
+        """Record a signal, or end the process."""
         if number == signal.SIGUSR1:
             self.saves += 1
             return
@@ -166,9 +175,7 @@ def children(process: int) -> list[int]:
 
 
 at_exit: list[Callable[[], None]] = []
-"""What is to be done before the process ends, however it does, but by SIGKILL."""
-
-
+"""What is to be done before the process ends, however it does, except by SIGKILL."""
 _ending = threading.RLock()
 
 
@@ -204,10 +211,35 @@ log = 2
 """File descriptor of this rank's file in logs/: that of standard error if its lines are hidden, or it has none."""
 
 
+def prepare(*, is_command: bool) -> None:
+    """Make a process independent of its surroundings. Ignore variables of a rank that a notebook has left; those of a
+    rank that is no command may be set by hand. Open closed standard streams, whose numbers files would get. Show what
+    their encoding lacks as escapes. Give a user without an account the name and the home that libraries ask for."""
+    keep_children_safe()
+    if "TORCHELASTIC_RUN_ID" not in os.environ and (is_command or "WORLD_SIZE" not in os.environ):
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    sys.stdout, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        pwd.getpwuid(os.getuid())
+    except KeyError:
+        os.environ["USER"] = os.environ.get("USER") or f"{os.getuid()}"
+        os.environ["HOME"] = os.environ.get("HOME") or tempfile.mkdtemp(prefix="home-")
+
+
 def start_rank() -> None:
     """Prepare the process of a rank. A second call does nothing."""
     if signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:
         return
+    prepare(is_command=False)
     signals.listen(signals.received_by_rank)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # else a shell may have started it, which may end before it
         _end_with_parent()
@@ -216,37 +248,36 @@ def start_rank() -> None:
     sys.stdout, sys.stderr = UnfailingStream(sys.stdout), UnfailingStream(sys.stderr)
 
 
+def end_after(wait: Callable[[], object], name: str, status: int = -signal.SIGKILL) -> None:
+    """Have a thread end this process, with a status or by a signal, when a call that waits for something returns."""
+
+    def watch() -> None:
+        wait()
+        os._exit(status) if status >= 0 else os.kill(os.getpid(), -status)
+
+    threading.Thread(target=watch, name=name, daemon=True).start()
+
+
 def _end_with_parent() -> None:
     """Kill this process when its parent, the launcher, ends: by prctl(2) on Linux, else by looking every second."""
     parent = int(os.environ.get(STARTED_BY) or os.getppid())
+
+    def wait() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # sys/prctl.h: PR_SET_PDEATHSIG
     else:
-
-        def watch() -> None:
-            while os.getppid() == parent:
-                time.sleep(1)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        threading.Thread(target=watch, name="parent", daemon=True).start()
+        end_after(wait, "parent")
     if os.getppid() != parent:  # it has ended already
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def end_with_stdin() -> None:
-    """End this process, a rank of a command, when its standard input ends; with 0, of which torchrun says nothing."""
-
-    def watch() -> None:
-        while os.read(0, 1):
-            pass
-        os._exit(0)
-
-    threading.Thread(target=watch, name="standard input", daemon=True).start()
-
-
 def forkserver(preload: str) -> ForkServerContext:
     """Return the context of processes that are forked from a server that has imported a module. Ctrl-C reaches every
-    process of a terminal, and only this one is to respond: the server, and what it forks, have SIGINT blocked."""
+    process of a terminal, and only this one is to respond: the server, and what it forks, have SIGINT blocked. The
+    server does not end before what it forks, which therefore ends by `end_after`, and not by prctl(2)."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([preload])
     # Processes are killed in the end. What they leave is freed then, so no warning is needed.
@@ -257,30 +288,20 @@ def forkserver(preload: str) -> ForkServerContext:
     return context
 
 
-def end_with_main_process() -> None:
-    """Kill this process, which multiprocessing has started, when the one that asked for it ends. The server that has
-    forked it does not end before it, so that prctl(2) would be of no use."""
-
-    def watch() -> None:
-        main = multiprocessing.parent_process()
-        assert main is not None
-        main.join()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="main process", daemon=True).start()
-
-
 def keep_log(folder: str) -> None:
     """Write this rank's lines to its file in a folder from now on, and to the console only if LOG_RANK names the rank,
     or torchrun itself has started it. A second call does nothing."""
     global console, log
     if log != 2 or console != 2:
         return
+    from titanlite.config.regular_file import open_own  # here, since signals are handled before pydantic is imported
+
     try:
         os.makedirs(folder, exist_ok=True)
-        log = os.open(log_file(folder, int(os.environ.get("RANK", "0"))), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        log = open_own(log_file(folder, int(os.environ.get("RANK", 0))), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError:  # a full disk must not end the run
         log = os.open(os.devnull, os.O_WRONLY)
+    append(log, time.strftime("started %Y-%m-%d %H:%M:%S %z\n"))  # the file may have lines of earlier starts
     shown = (os.environ.get("LOG_RANK") or "0").split(",")
     if LOG_FOLDER in os.environ and os.environ.get("LOCAL_RANK") not in shown:
         console = os.dup(2)
@@ -295,10 +316,27 @@ def log_file(folder: str, rank: int) -> str:
     return os.path.join(folder, f"rank-{rank:05d}.log")
 
 
+_stalled: set[int | IO[str]] = set()
+
+
+def takes_text(file: int | IO[str]) -> bool:
+    """Return whether a file can be written without waiting. A terminal or a pipe that has stalled is waited for once;
+    until it takes something again, what is written to it is lost."""
+    poll = select.poll()
+    with contextlib.suppress(ValueError):  # of a stream that is no file
+        poll.register(file, select.POLLOUT)
+        if not poll.poll(0 if file in _stalled else SECONDS_OF_A_STALL * 1000):
+            _stalled.add(file)
+            return False
+        _stalled.discard(file)
+    return True
+
+
 def append(file: int, text: str) -> None:
     """Write to a file descriptor; errors are ignored, as those of a full disk."""
     with contextlib.suppress(OSError):
-        os.write(file, text.encode(errors="backslashreplace"))
+        if takes_text(file):
+            os.write(file, text.encode(errors="backslashreplace"))
 
 
 def print_to_console(text: str, *, hidden: bool = False) -> None:
@@ -314,42 +352,41 @@ def print_to_console(text: str, *, hidden: bool = False) -> None:
 
 
 class UnfailingStream:
-    """A stream that also writes to the rank's file, and whose errors are ignored: a full disk behind the console's
-    redirection must not end a run."""
+    """A stream that writes each line at once, also to the rank's file, and never fails: no console ends a run."""
 
     def __init__(self, stream: IO[str]):
-        self._stream = stream
+        self._stream, self._line = stream, ""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        if log != 2:
-            append(log, text)
-        with contextlib.suppress(OSError):
-            return self._stream.write(text)
-        return 0
+        self._line += text
+        if "\n" in text:
+            self.flush()
+        return len(text)
 
     def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            self._stream.flush()
+        line, self._line = self._line, ""
+        if line and log != 2:
+            append(log, line)
+        with contextlib.suppress(OSError, ValueError):  # the second: it is closed
+            if takes_text(self._stream):
+                self._stream.write(line)
+                self._stream.flush()
 
 
-def wait_for_other_ranks(seconds: float) -> None:
-    """Wait until the other ranks of this node have ended, so that what this one prints then is the last line. Only
-    where there is /proc."""
-    others = set(children(os.getppid())) - {os.getpid()} if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1 else set()
+def wait_for_end(processes: Collection[int], seconds: float) -> None:
+    """Wait until processes have ended, for so many seconds at most."""
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and not all(map(_has_ended, others)):
+    while time.monotonic() < deadline and any(map(process_start_time, processes)):
         time.sleep(0.05)
 
 
-def _has_ended(process: int) -> bool:
-    """Return whether a process is gone, or waits for its parent to read its status."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
+def wait_for_other_ranks(seconds: float) -> None:
+    """Wait until the other ranks of this node have ended, so that what this one prints then is the last line."""
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
+        wait_for_end(set(children(os.getppid())) - {os.getpid()}, seconds)
 
 
 def exit_process(status: int) -> NoReturn:
@@ -357,6 +394,7 @@ def exit_process(status: int) -> NoReturn:
     would turn a finished run into a failed one."""
     begin_to_end()
     clean_up()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
     os._exit(status)

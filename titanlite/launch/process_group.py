@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import re
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from titanlite.config import Launch
 from titanlite.config.launch import raise_open_file_limit
-from titanlite.config.loader import printable
+from titanlite.config.loader import ConfigError, printable, show
 from titanlite.config.schema import Comm
 from titanlite.launch.watchdog import BACKSTOP_SECONDS, ranks_store
 
@@ -46,8 +47,11 @@ def process_group(launch: Launch, comm: Comm, dump_folder: str) -> Iterator[None
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = _backstop(comm.init_timeout_seconds)
     arguments: dict[str, Any] = {}
-    if "WORLD_SIZE" not in os.environ:  # started without torchrun: one rank, which needs no port
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    if launch.world_size == 1:  # needs no port
         arguments = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    elif not re.fullmatch(r"[\w.:%-]+:[1-9][0-9]{0,4}", where):  # not torchrun has set it
+        raise ConfigError([f"environment: MASTER_ADDR:MASTER_PORT = {show(where)}: expected the place of rank 0"])
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # torchrun's agent keeps its store when it starts ranks anew (torch 2.11 to 2.13), with the addresses of the
         # old ones, which gloo would connect to.

@@ -22,17 +22,9 @@ INTERVAL_SECONDS = 10.0
 def progress(
     description: str, *, total: int | None = None, unit: str = "", enabled: bool = True
 ) -> Iterator[Callable[..., None]]:
-    """Print a line to standard error every 10 seconds for as long as the body runs.
-
-    Args:
-        description: what the body does, as in "validation".
-        total: how much there is to do; None: unknown, so only what is done and the elapsed time are printed.
-        unit: what `total` counts, as in "batches".
-        enabled: whether to print at all; False on all ranks but one.
-
-    Yields:
-        A function to call with the amount done since the last call and, if wanted, a text to add to the line.
-    """
+    """Print a line to standard error every 10 seconds while the body runs: what it does, how much of `total` is done,
+    if that is known, and the time; with enabled=False, as on all ranks except one, nothing. Yield a function to
+    call with the amount done since the last call and, if wanted, a text to add to the line."""
     begin, done, details, finished = time.monotonic(), 0, "", threading.Event()
 
     def advance(amount: int = 1, text: str = "") -> None:

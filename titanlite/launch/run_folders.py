@@ -15,17 +15,15 @@ from titanlite.launch.process import at_exit
 def folders_of_run(job: Job, checkpoint: Checkpoint, metrics: Metrics, profiling: Profiling) -> dict[str, Path]:
     """Return the folders that a run writes, by the options that name them. The token cache's is not among them: a
     complete cache need not be written, and data.token_cache rejects the folder before it tokenizes."""
-    dump_folder = Path(job.dump_folder)
-    folders = {"job.dump_folder": dump_folder}
-    if checkpoint.enable:
-        folders["checkpoint.folder"] = dump_folder / checkpoint.folder
-    if metrics.enable_tensorboard and metrics.save_tb_folder:
-        folders["metrics.save_tb_folder"] = dump_folder / metrics.save_tb_folder
-    if profiling.enable_profiling:
-        folders["profiling.save_traces_folder"] = dump_folder / profiling.save_traces_folder
-    if profiling.enable_memory_snapshot:
-        folders["profiling.save_memory_snapshot_folder"] = dump_folder / profiling.save_memory_snapshot_folder
-    return folders
+    traces, snapshots = profiling.save_traces_folder, profiling.save_memory_snapshot_folder
+    folders = {
+        "job.dump_folder": (True, ""),
+        "checkpoint.folder": (checkpoint.enable, checkpoint.folder),
+        "metrics.save_tb_folder": (metrics.enable_tensorboard and metrics.save_tb_folder, metrics.save_tb_folder),
+        "profiling.save_traces_folder": (profiling.enable_profiling, traces),
+        "profiling.save_memory_snapshot_folder": (profiling.enable_memory_snapshot, snapshots),
+    }
+    return {option: Path(job.dump_folder) / folder for option, (enabled, folder) in folders.items() if enabled}
 
 
 def check_writable(folders: Mapping[str, Path]) -> None:
@@ -43,7 +41,7 @@ def check_writable(folders: Mapping[str, Path]) -> None:
             problems.append(f"{option} = {show(str(folder))}: {reason}")
             continue
         files = [folder / name for name in ("metrics.jsonl", "config.toml")]
-        odd = [file for file in files if os.path.lexists(file) and not file.is_file()]
+        odd = [file for file in files if os.path.lexists(file) and (file.is_symlink() or not file.is_file())]
         problems += [f"{file}: expected a regular file, or none; move or remove this" for file in odd]
     if problems:
         raise ConfigError(problems)

@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,9 +21,16 @@ def options_of_run(config: Section) -> dict[str, Any]:
     return {"titanlite": __version__, "torch": str(torch.__version__), **options_by_key(config, without=MAY_DIFFER)}
 
 
+def code() -> dict[str, str]:
+    """Return a hash of each file of the package, by its path."""
+    root = Path(__file__).parents[2]
+    return {str(path.relative_to(root)): checksum(path.read_bytes()) for path in root.glob("titanlite/**/*.py")}
+
+
 def require_same(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError, with one line that is the same on all ranks, if options differ between ranks. Every rank must
-    call it. Only a hash of the options is sent, unless they differ."""
+    """Raise ConfigError, with one line that is the same on all ranks, if options, or the files of the package, differ
+    between ranks. Every rank must call it. Only a hash of them is sent, unless they differ."""
+    options = {**options, **dict(sorted(code().items()))}
     own_hash = int(checksum(json.dumps(options).encode()), 16) >> 1  # an int64
     extremes = torch.tensor([own_hash, -own_hash])
     dist.all_reduce(extremes, dist.ReduceOp.MAX)
@@ -38,7 +46,9 @@ def require_same(options: Mapping[str, Any]) -> None:
             value = different[key][1] if key in different else rank0[0].get(key)
             ranks.setdefault(shown(value), []).append(rank)
         parts.append(f"{key} = {', '.join(f'{value} on {name_ranks(each)}' for value, each in ranks.items())}")
-    raise ConfigError([f"the config differs between ranks: {'; '.join(parts)}; start all nodes with the same config"])
+    what = "code" if ".py = " in parts[-1] else "config"
+    parts[8:] = [f"{len(parts) - 8} more"] if len(parts) > 9 else parts[8:]
+    raise ConfigError([f"the {what} differs between ranks: {'; '.join(parts)}; start all nodes with the same {what}"])
 
 
 def name_ranks(ranks: list[int]) -> str:

@@ -27,6 +27,7 @@ from typing import Any
 
 from titanlite.config import ConfigError, Launch
 from titanlite.config.errors import TrainingError
+from titanlite.config.regular_file import open_own
 from titanlite.config.schema import Comm
 from titanlite.launch import process, progress
 from titanlite.launch.process_table import machine
@@ -75,11 +76,8 @@ class Watchdog:
     # Failures of this rank -------------------------------------------------------------------------------------------
 
     def end(self, message: str, status: int, *, lost_connection: bool = False) -> None:
-        """End this process because of an error, and with it all ranks.
-
-        The first failure of all ranks is printed, once for each node. With lost_connection, that of another rank is
-        waited for.
-        """
+        """End this process because of an error, and with it all ranks. The first failure of all ranks is printed, once
+        for each node. With lost_connection, that of another rank is waited for."""
         deadline = time.monotonic() + RECORD_SECONDS
         while lost_connection and self._begun and time.monotonic() < deadline:
             time.sleep(0.1)  # the thread ends this process when it reads a record
@@ -121,7 +119,7 @@ class Watchdog:
     def _dump_stacks(self) -> None:
         folder = self.dump_folder / "stacks"
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"rank-{self.launch.rank:05d}.txt").open("w") as file:
+        with open(folder / f"rank-{self.launch.rank:05d}.txt", "w", opener=open_own) as file:
             file.write(f"{progress.current}\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
@@ -258,7 +256,7 @@ def fail(error: Exception, watchdog: Watchdog | None) -> None:
             message = f"error: {where}:\n{message}"
     if watchdog:
         watchdog.end(message, status, lost_connection=lost_connection)
-    if status == 1 or os.environ.get("LOCAL_RANK", "0") == "0":
+    if status == 1 or os.environ.get("LOCAL_RANK", "0") == "0" or "TORCHELASTIC_RUN_ID" not in os.environ:
         process.print_to_console(message)
     process.exit_process(status)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from titanlite.config.launch import quantity
 from titanlite.config.loader import ConfigError, show
+from titanlite.config.regular_file import open_own, read_file
 from titanlite.config.schema import Metrics
 from titanlite.files.appended_file import AppendedFile, report
 from titanlite.files.durable import replace_file
@@ -111,14 +112,16 @@ class ThroughputMeter:
         return values
 
 
-def step_values(loss: float, largest: float, norm: float, lr: float, n_tokens: int) -> dict[str, float]:
-    """Return the values of a step by tag: losses in nats, the gradient norm, the learning rate, tokens seen."""
+def step_values(loss: float, largest: float, norm: float, lr: float, counts: Sequence[int]) -> dict[str, float]:
+    """Return the values of a step by tag: losses in nats, norm, learning rate, and what a loader's counts say."""
+    positions, _, padding, _ = counts
     return {
         "loss_metrics/global_avg_loss": loss,
         "loss_metrics/global_max_loss": largest,
         "grad_norm": norm,
         "lr": lr,
-        "n_tokens_seen": n_tokens,
+        "n_tokens_seen": positions - padding,
+        "n_padding_seen": padding,
     }
 
 
@@ -228,7 +231,7 @@ def _move_to_previous(folder: Path, names: list[str]) -> None:
 
 def _remove_later_steps(path: Path, last_step: int) -> None:
     """Remove the lines after a step from a metrics.jsonl. Damaged ones are moved to metrics.jsonl.damaged."""
-    content = path.read_bytes() if path.exists() else b""
+    content = read_file(path, path.stat().st_size) if path.exists() else b""
     earlier, damaged = [], []
     for line in io.BytesIO(content):
         step = _step_of(line)
@@ -238,7 +241,7 @@ def _remove_later_steps(path: Path, last_step: int) -> None:
             earlier.append(line.rstrip(b"\n") + b"\n")
     if damaged:
         aside = path.with_name(f"{path.name}.damaged")
-        with aside.open("ab") as file:
+        with open(aside, "ab", opener=open_own) as file:
             file.writelines(damaged)
         print(f"{path}: moved {quantity(len(damaged), 'damaged line')} to {aside.name}", flush=True)
     if b"".join(earlier) != content:
@@ -248,10 +251,9 @@ def _remove_later_steps(path: Path, last_step: int) -> None:
 def _step_of(line: bytes) -> int | None:
     """Return the step of a line of metrics.jsonl; None if the line is damaged."""
     try:
-        values = json.loads(line)
-    except (ValueError, RecursionError):
+        step = json.loads(line)["step"]
+    except (ValueError, RecursionError, TypeError, LookupError):
         return None
-    step = values.get("step") if isinstance(values, dict) else None
     return step if type(step) is int else None
 
 

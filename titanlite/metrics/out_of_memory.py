@@ -14,8 +14,8 @@ from titanlite.launch import progress
 from titanlite.launch.process import print_to_console
 from titanlite.metrics.logger import peak_memory
 
-OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|Cannot allocate memory|CUBLAS_STATUS_ALLOC_FAILED")
-"""In errors of torch, CUDA, cuBLAS and the system."""
+OUT_OF_MEMORY = re.compile("out of memory|[Cc]an(no|')t allocate memory|start new thread|CUBLAS_STATUS_ALLOC_FAILED")
+"""In errors of torch, CUDA, cuBLAS, Python and the system."""
 
 
 def explain_out_of_memory(error: Exception) -> Exception:

@@ -4,30 +4,30 @@ import torch
 
 from titanlite.config import Config
 from titanlite.config.loader import show
+from titanlite.config.model_sizes import SIZES
 from titanlite.config.schema import QUANTIZED_STATES, Model, stage_modules
 from titanlite.data.packing import Sequences, SplitSequences
 
 
 def run_summary(
-    config: Config,
-    n_parameters: int,
-    sequences: Sequences,
-    validation: SplitSequences | None,
-    peak_flops_source: str,
+    config: Config, n_parameters: int, sequences: Sequences, validation: SplitSequences | None, peak_flops_source: str
 ) -> str:
     """Return the lines that rank 0 prints before the first step; `peak_flops_source` says what MFU is relative to."""
     training, model, groups = config.training, config.model, config.fault_tolerance
     attention = "12LDT" if model.n_heads * model.head_dim == model.dim else "12LHKT"
     attention = "6LH(K+V)T" if model.mla.kv_lora_rank else attention
     dataset = "own" if hasattr(sequences, "load") else "mixture" if training.datasets else training.dataset
+    padding = "; tok/s and MFU count padding, too" * (training.packing == "best_fit")  # no other packing has any
+    of_flavor = SIZES.get(model.flavor, model.model_dump())["vocab_size"]
+    larger = f" for the tokenizer ({model.flavor}: {of_flavor})" if model.vocab_size > of_flavor else ""
     windows = {layer.sliding_window for layer in model.of_layers()}
     some = " in some layers" if len(windows) > 1 else ""
     window = f", where T is the window {min(windows - {0})}{some}" if config.windowed else ""
     lines = [
         *([config.job.description] if config.job.description else []),
         f"model      {model.flavor}: {model.n_layers} layers, dim {model.dim}, {model.n_heads} heads, "
-        f"{model.n_kv_heads} KV heads, {family_summary(model)}ffn {model.ffn_dim}, vocabulary {model.vocab_size}; "
-        f"{n_parameters:,} parameters",
+        f"{model.n_kv_heads} KV heads, {family_summary(model)}ffn {model.ffn_dim}, "
+        f"vocabulary {model.vocab_size}{larger}; {n_parameters:,} parameters",
         f"precision  {describe_precision(config)}",
         *optimization_summary(config),
         f"mesh       {describe_mesh(config)}",
@@ -36,10 +36,16 @@ def run_summary(
         *pipeline_summary(config),
         f"data       {dataset}: {sequences}; validation: {validation_summary(config, validation)}",
         f"step       {training.global_batch_size} sequences x {training.seq_len} tokens in "
-        f"{config.gradient_accumulation_steps} gradient accumulation step(s)",
+        f"{config.gradient_accumulation_steps} gradient accumulation step(s){padding}",
         f"MFU        {peak_flops_source}; 6N + {attention} FLOPs per token{window}",
     ]
     return "\n".join(lines)
+
+
+def account(positions: int, masked: int, padding: int, cut: int) -> str:
+    """Return the line of what became of all positions since the first step, and how many documents were cut."""
+    trained = f"account    {positions - masked - padding:,} of {positions:,} positions trained on"
+    return f"{trained}, {masked:,} masked, {padding:,} padding; {cut:,} documents cut by the end of a sequence"
 
 
 def family_summary(model: Model) -> str:
@@ -62,8 +68,7 @@ def describe_mesh(config: Config) -> str:
     parallelism = config.parallelism
     ring, ulysses = parallelism.ring_degree, parallelism.context_parallel_ulysses_degree
     inner = f" (ring {ring} x ulysses {ulysses})" if ulysses > 1 else ""
-    degree = parallelism.expert_parallel_degree
-    experts = f", ep {degree}" if degree > 1 else ""
+    experts = f", ep {parallelism.expert_parallel_degree}" * (parallelism.expert_parallel_degree > 1)
     return (
         f"pp {parallelism.pipeline_parallel_degree} x dp_replicate {parallelism.data_parallel_replicate_degree} x "
         f"dp_shard {parallelism.data_parallel_shard_degree} x cp {parallelism.context_parallel_degree}{inner} x "
@@ -98,19 +103,15 @@ def describe_precision(config: Config) -> str:
 def optimization_summary(config: Config) -> list[str]:
     """Return a line for each technique that saves time or memory."""
     float8, checkpointing, chunks = config.float8, config.activation_checkpoint, config.training.loss_chunks
-    lines = []
-    if float8.enable:
-        lines.append(f"float8     {float8.recipe}{', emulated' if float8.emulate else ''}")
-    if config.int8.enable:
-        lines.append("int8       products of linear layers, a scale per row and column")
-    if checkpointing.mode != "none":
-        option = checkpointing.selective_ac_option if checkpointing.mode == "selective" else ""
-        lines.append(f"AC         {checkpointing.mode} {option}".rstrip())
-    if chunks > 1:
-        lines.append(f"loss       chunked cross-entropy, {chunks} chunks")
-    if config.compile.enable:
-        lines.append(f"compile    {' and '.join(config.compile.components)}, {config.compile.backend}")
-    return lines
+    option = f" {checkpointing.selective_ac_option}" * (checkpointing.mode == "selective")
+    lines = {
+        f"float8     {float8.recipe}{', emulated' * float8.emulate}": float8.enable,
+        "int8       products of linear layers, a scale per row and column": config.int8.enable,
+        f"AC         {checkpointing.mode}{option}": checkpointing.mode != "none",
+        f"loss       chunked cross-entropy, {chunks} chunks": chunks > 1,
+        f"compile    {' and '.join(config.compile.components)}, {config.compile.backend}": config.compile.enable,
+    }
+    return [line for line, is_used in lines.items() if is_used]
 
 
 def pipeline_summary(config: Config) -> list[str]:

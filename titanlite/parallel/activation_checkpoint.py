@@ -14,6 +14,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts as selec
 
 from titanlite.config.schema import ActivationCheckpoint
 from titanlite.model import Llama
+from titanlite.parallel.own_rules import RunsUncompiled
 
 PRODUCTS = [operator.default for operator in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)]
 PRODUCTS += [getattr(torch.ops.aten, name).default for name in ("_scaled_mm", "_grouped_mm", "_int_mm")]
@@ -62,7 +63,7 @@ def apply_activation_checkpoint(model: Llama, activation_checkpoint: ActivationC
         save = functools.partial(selective_contexts, _saved_operators(option))
         recompute = functools.partial(recompute, context_fn={"every_second_mm": _every_second_mm}.get(option, save))
     for number, block in model.layers.items():
-        if by_operator and hasattr(block.feed_forward, "experts"):
+        if by_operator and isinstance(block.feed_forward, RunsUncompiled):
             # In two halves, since the compiler gets the first, and it has to see what is recomputed.
             block.attend = _checkpointed_half(recompute, block.attend)
             block.feed_forward.forward = _checkpointed(recompute, block.feed_forward.forward)

@@ -7,6 +7,7 @@ import torch
 from titanlite.config.schema import Compile
 from titanlite.loss import linear_cross_entropy
 from titanlite.model import Llama
+from titanlite.parallel.own_rules import RunsUncompiled
 
 
 def apply_compile(model: Llama, compile: Compile) -> None:
@@ -19,9 +20,9 @@ def apply_compile(model: Llama, compile: Compile) -> None:
     partitioners.has_recomputable_rng_ops = lambda _: False
     if "model" in compile.components:
         for block in model.layers.values():
-            # Not the block, since FSDP's hooks around it cannot be traced, nor experts, whose numbers of tokens change.
-            name = "attend" if hasattr(block.feed_forward, "experts") else "forward"
-            if name == "attend":
+            name = "forward"  # not the block itself, since FSDP's hooks around it cannot be traced
+            if isinstance(block.feed_forward, RunsUncompiled):
+                name = "attend"
                 block.feed_forward.compile_operators(compile.backend)
             setattr(block, name, torch.compile(getattr(block, name), backend=compile.backend, fullgraph=True))
     if model.output is not None and "loss" in compile.components:

@@ -4,8 +4,7 @@ docs/parallelism.md has the options of each. One rank takes the same path, which
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,21 +15,12 @@ from torch.distributed.tensor import DTensor
 from titanlite.config.schema import Parallelism, Training
 from titanlite.model import Llama
 from titanlite.parallel.mesh import Layout
-
-ShardBlock = Callable[..., dict[nn.Module, DeviceMesh]]  # type of `fully_shard_block`
-
-
-def fully_shard_block(block: nn.Module, **settings: Any) -> dict[nn.Module, DeviceMesh]:
-    """Shard a block as one unit. Return the modules of it that are units of their own, with their meshes: none."""
-    fully_shard(block, **settings)
-    return {}
+from titanlite.parallel.own_rules import RunsUncompiled
 
 
-def apply_fsdp(
-    model: Llama, layout: Layout, parallelism: Parallelism, training: Training, shard_block: ShardBlock
-) -> None:
+def apply_fsdp(model: Llama, layout: Layout, parallelism: Parallelism, training: Training) -> None:
     """Shard every parameter of a model or a pipeline stage over the mesh's axis fsdp and replicate it over
-    dp_replicate, one block at a time, by `shard_block`. The sections are of a resolved config."""
+    dp_replicate, one block at a time. The sections are of a resolved config."""
     param_dtype = getattr(torch, training.mixed_precision_param)
     reduce_dtype = getattr(torch, training.mixed_precision_reduce)
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if training.enable_cpu_offload else OffloadPolicy()
@@ -41,18 +31,22 @@ def apply_fsdp(
         "offload_policy": offload,
     }
     reshard = {"always": True, "never": False}.get(option := parallelism.fsdp_reshard_after_forward, option)
+    of_block = settings | {"reshard_after_forward": reshard}
     blocks, units, mesh_of = list(model.layers.values()), list[list[nn.Module]](), dict[nn.Module, DeviceMesh]()
     for block in blocks:
-        own = shard_block(block, reshard_after_forward=reshard, **settings)
-        units.append([*own, block])
-        mesh_of |= own
+        units.append([block])
+        if isinstance(block.feed_forward, RunsUncompiled):
+            own = block.feed_forward.fully_shard_block(block, layout, training, **of_block)
+            units[-1], mesh_of = [*own, block], mesh_of | own
+        else:
+            fully_shard(block, **of_block)
     # The backward of the last unit comes at once, so resharding it would gather its weights twice and save no memory.
     head = [module for module in (model.tok_embeddings if model.tied else None, model.norm, model.output) if module]
     if model.tok_embeddings and not model.tied:
-        fully_shard(model.tok_embeddings, reshard_after_forward=reshard, **settings)
+        fully_shard(model.tok_embeddings, **of_block)
     if head:
         fully_shard(head, reshard_after_forward=False, **settings)
-    fully_shard(model, reshard_after_forward=reshard, **settings)
+    fully_shard(model, **of_block)
     forward, backward = parallelism.fsdp_forward_prefetch, parallelism.fsdp_backward_prefetch  # 0: FSDP's default
     for index, block in enumerate(blocks):
         later, earlier = units[index + 1 : index + 1 + forward], units[max(index - backward, 0) : index][::-1]

@@ -5,7 +5,7 @@ Shapes: B sequences, N tokens, D model width, V vocabulary.
 
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 
 def logits_at(x_ND: Tensor, weight_VD: Tensor, tokens_B: Tensor) -> Tensor:
@@ -14,5 +14,4 @@ def logits_at(x_ND: Tensor, weight_VD: Tensor, tokens_B: Tensor) -> Tensor:
     if not isinstance(weight_VD, DTensor):
         return F.linear(x_ND[tokens_B], weight_VD)
     logits = F.linear(x_ND.to_local()[tokens_B], weight_VD.to_local())
-    logits = DTensor.from_local(logits, weight_VD.device_mesh, [Shard(-1)])
-    return logits.redistribute(placements=[Replicate()]).to_local()
+    return DTensor.from_local(logits, weight_VD.device_mesh, [Shard(-1)]).full_tensor()

@@ -1,7 +1,5 @@
 """The one place that states the order in which parallelisms are applied to a model."""
 
-import functools
-
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -9,8 +7,9 @@ from titanlite.config.schema import ActivationCheckpoint, Compile, Parallelism, 
 from titanlite.model import Llama
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
 from titanlite.parallel.compile import apply_compile
-from titanlite.parallel.fsdp import ShardBlock, apply_fsdp, fully_shard_block
+from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.mesh import Layout
+from titanlite.parallel.own_rules import ShardsWeights
 
 
 def parallelize(
@@ -45,7 +44,7 @@ def parallelize(
         options = layout.ring_group, layout.ulysses_group, training.attention_backend
         for block in stage.layers.values():
             inner = block.attention.inner_attention
-            block.attention.inner_attention = TiledAttention(*options, inner.window, getattr(inner, "sinks", None))
+            block.attention.inner_attention = TiledAttention(*options, inner.window, inner.sinks)
     apply_activation_checkpoint(stage, activation_checkpoint)
     if compile.enable:
         if tensor_mesh is not None and parallelism.enable_async_tensor_parallel:
@@ -53,12 +52,7 @@ def parallelize(
 
             enable_async_tensor_parallel(tensor_mesh.get_group())
         apply_compile(stage, compile)
-    shard_block: ShardBlock = fully_shard_block
-    if any(hasattr(block.feed_forward, "experts") for block in stage.layers.values()):
-        from titanlite.techniques.moe.fsdp import shard_block_with_experts
-
-        shard_block = functools.partial(shard_block_with_experts, layout, training)
-    apply_fsdp(stage, layout, parallelism, training, shard_block)
+    apply_fsdp(stage, layout, parallelism, training)
 
 
 def shard_weights(
@@ -68,25 +62,10 @@ def shard_weights(
 
     `expert`: the ranks that experts are partitioned over. Without, they are sharded over `tensor`. `own`: own styles.
     """
-    blocks = stage.layers.values()
     if tensor:
         from titanlite.parallel.tensor import apply_tensor_parallel
 
         apply_tensor_parallel(stage, tensor, own)
-    for block in blocks if tensor else ():
-        if hasattr(block.attention, "wkv_a"):
-            from titanlite.techniques.latent_attention_tensor import shard_latent_attention
-
-            shard_latent_attention(block.attention, tensor)
-        if getattr(block.attention, "norms_all_heads", False):
-            from titanlite.techniques.norm_over_heads import shard_norms
-
-            shard_norms(block.attention, tensor)
-        if hasattr(getattr(block.attention, "inner_attention", None), "sinks"):
-            from titanlite.techniques.attention_sinks import shard_sinks
-
-            shard_sinks(block.attention.inner_attention, tensor)
-    if expert or (tensor and any(hasattr(block.feed_forward, "experts") for block in blocks)):
-        from titanlite.techniques.moe.parallel import apply_expert_parallel
-
-        apply_expert_parallel(blocks, tensor, expert)
+    if tensor or expert:
+        for module in [module for module in stage.modules() if isinstance(module, ShardsWeights)]:
+            module.shard_weights(tensor, expert)

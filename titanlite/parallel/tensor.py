@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from titanlite.model import Llama
+from titanlite.parallel.own_rules import ShardsWeights
 
 SEQUENCE = Shard(0)  # of an activation [N, D]: each rank has a shard of the tokens
 HEADS = 2  # the dimension of heads, of queries and keys [B, T, heads, K]
@@ -94,21 +95,17 @@ ENDS: dict[str, ParallelStyle] = {
 # fmt: on
 
 
-def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, own: dict[str, ParallelStyle] | None = None) -> None:
-    """Shard a model or a pipeline stage over a one-dimensional mesh, in place, except experts, latent attention and
-    norms of all heads together, which `parallelize` shards. Own styles come before those of BLOCK_STYLES."""
-    styles = {**BLOCK_STYLES, **(own or {})}
+def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, styles: dict[str, ParallelStyle] | None = None) -> None:
+    """Shard a model or a pipeline stage over a one-dimensional mesh, in place, except what shards itself. `styles` come
+    before those of BLOCK_STYLES."""
+    styles = {**BLOCK_STYLES, **(styles or {})}
     # fully_shard warns of each module whose output is a view, since in-place operations on it would lose a hook. The
     # outputs of parallelized modules are views of DTensors, and the model has no in-place operation.
     warnings.filterwarnings("ignore", message=".* returned a view tensor", category=UserWarning)
     parallelize_module(model, mesh, {name: style for name, style in ENDS.items() if getattr(model, name) is not None})
     for block in model.layers.values():
         modules = {name: each for name, each in block.named_modules() if not isinstance(each, nn.Identity)}
-        if "feed_forward.experts" in modules:
-            del modules["feed_forward"]
-        if "attention.wkv_a" in modules:
-            modules = {name: module for name, module in modules.items() if name.split(".")[0] != "attention"}
-        elif getattr(block.attention, "norms_all_heads", False):
-            del modules["attention.q_norm"], modules["attention.k_norm"]
-        parallelize_module(block, mesh, {name: style for name, style in styles.items() if name in modules})
+        own = [f"{name}." for name, module in modules.items() if isinstance(module, ShardsWeights)]
+        names = {name for name in modules if not f"{name}.".startswith(tuple(own))}
+        parallelize_module(block, mesh, {name: style for name, style in styles.items() if name in names})
     model.tie()

@@ -41,6 +41,11 @@ class SinkAttention(ScaledDotProductAttention):
         sinks_GM1 = local_shard(self.sinks).view(*q_BGMK.shape[1:3], 1)
         return self._attend(q_BGMK, k_BGSK, v_BGSK, attn_mask, sinks_GM1)
 
+    def shard_weights(self, tensor: DeviceMesh | None, expert: DeviceMesh | None) -> None:
+        """Shard the sinks with their heads."""
+        if tensor:
+            self.sinks = nn.Parameter(distribute_tensor(self.sinks, tensor, [Shard(0)], src_data_rank=None))
+
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
         """Attend to the keys of a mask, and to a key of zeros whose score is the sink: the mask's last column."""
         scores = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
@@ -48,9 +53,3 @@ class SinkAttention(ScaledDotProductAttention):
         scores = torch.cat((scores.expand(*shape, -1), sinks.to(q.dtype).expand(*shape, 1)), dim=-1)
         k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
         return F.scaled_dot_product_attention(q, k, v, scores, enable_gqa=q.shape[1] != k.shape[1])
-
-
-def shard_sinks(inner_attention: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard the sinks with their heads over a one-dimensional mesh, in place."""
-    sinks = distribute_tensor(inner_attention.sinks, mesh, [Shard(0)], src_data_rank=None)
-    inner_attention.register_parameter("sinks", nn.Parameter(sinks))

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlite.config.schema import Model
-from titanlite.model import Documents, ScaledDotProductAttention, apply_rotary_emb
+from titanlite.model import Documents, ScaledDotProductAttention
+from titanlite.rope import apply_rotary_emb
 
 
 class LatentAttention(nn.Module):

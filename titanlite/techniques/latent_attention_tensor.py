@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -19,6 +19,8 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+
+from titanlite.techniques.latent_attention import LatentAttention
 
 SEQUENCE = Shard(0)  # of an activation [N, D]: each rank has a shard of the tokens
 
@@ -36,11 +38,12 @@ PLAN: dict[str, ParallelStyle] = {
 # fmt: on
 
 
-def shard_latent_attention(attention: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard a latent_attention.LatentAttention over a one-dimensional mesh, in place."""
-    plan = {name: style for name, style in PLAN.items() if getattr(attention, name) is not None}
-    parallelize_module(attention, mesh, plan)
-    attention.latents = functools.partial(_gathered, attention.latents)
+class ShardableLatentAttention(LatentAttention):
+    def shard_weights(self, tensor: DeviceMesh | None, expert: DeviceMesh | None) -> None:
+        if tensor:
+            plan = {name: style for name, style in PLAN.items() if getattr(self, name) is not None}
+            parallelize_module(self, tensor, plan)
+            self.latents = functools.partial(_gathered, self.latents)
 
 
 def _gathered(latents: Callable[[DTensor], list[DTensor]], x_ND: DTensor) -> list[Tensor]:

@@ -9,10 +9,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 from titanlite.parallel.tensor import RowsParallel
 
 
-def shard_norms(attention: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard the norms of queries and of keys over a one-dimensional mesh, in place."""
-    style = RowsParallel(norm_over_heads)
-    parallelize_module(attention, mesh, {"q_norm": style, "k_norm": style})
+class NormOverHeads(nn.RMSNorm):
+    def shard_weights(self, tensor: DeviceMesh | None, expert: DeviceMesh | None) -> None:
+        if tensor:
+            parallelize_module(self, tensor, RowsParallel(norm_over_heads))
 
 
 def norm_over_heads(module: nn.Module, mesh: DeviceMesh, x: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from titanlite.launch.arguments import take_own
 from titanlite.loss import IGNORED, cross_entropy
 from titanlite.model import Block, Llama
 from titanlite.own import PLAIN, Parts
+from titanlite.parallel.own_rules import ShardsWeights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Own(Parts):
         """Yield the modules and tensors of a block that no layout knows, and why."""
         from titanlite.parallel.tensor import BLOCK_STYLES  # here, since parallel/ imports this file
 
-        theirs = [name for name, module in block.named_modules() if "titanlite.techniques" in type(module).__module__]
+        theirs = [name for name, module in block.named_modules() if isinstance(module, ShardsWeights)]
         for name, module in block.named_modules():
             if any(f"{name}.".startswith(f"{each}.") for each in theirs):
                 continue

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from titanlite.config.loader import ConfigError, show
-from titanlite.config.schema import Training, Validation
+from titanlite.config.schema import Model, Training, Validation
 from titanlite.data.loader import Batch
 from titanlite.data.open import build_tokenizer
 from titanlite.data.text import continuation, encode_prompts
+from titanlite.data.tokenizer import Rows
 from titanlite.launch.progress import alive
 from titanlite.metrics.logger import Logger
 from titanlite.parallel import fsdp
@@ -22,12 +23,11 @@ from titanlite.train_step import Observer, TrainStep
 class Samples(Observer):
     """Continues validation.generate_prompts greedily. Raises ConfigError if one is too long for a sequence."""
 
-    def __init__(
-        self, training: Training, validation: Validation, hf_assets_path: str, train_step: TrainStep, logger: Logger
-    ):
+    def __init__(self, training: Training, validation: Validation, model: Model, train_step: TrainStep, logger: Logger):
         self.train_step, self.logger = train_step, logger
         self.training, self.prompts, self.n_tokens = training, validation.generate_prompts, validation.generate_tokens
-        self.tokenizer = build_tokenizer(hf_assets_path)
+        rows = Rows(model.vocab_size, "validation.generate_prompts", "change the prompt")
+        self.tokenizer = build_tokenizer(model.hf_assets_path).fit(rows)
         self._tokens = encode_prompts(self.tokenizer, self.prompts)
         for text, prompt in zip(self.prompts, self._tokens, strict=True):
             most = training.seq_len - self.n_tokens

@@ -1,6 +1,7 @@
 """Print a resolved config, compare two, write the reference of all options, or convert a TOML file of torchtitan.
 
-titanlite config CONFIG [--section.key=value ...]     the config with every default filled in, as TOML
+titanlite config CONFIG [--section.key=value ...]     the config with every default filled in, as TOML, and what is
+                                                      wrong with its options, tokenizer and folders, as train says
 titanlite config A B                                  the options that differ between two configs or runs (folders
                                                       with a config.toml); exit status 1 if any does
 titanlite config --schema                             the JSON Schema of a config, for editors
@@ -21,7 +22,7 @@ REFERENCE = "docs/reference/config.md"
 def main(argv: list[str]) -> int:
     """Return the exit status: 0; 1 if two configs differ. Raises ConfigError if a config is wrong."""
     if not argv or "-h" in argv or "--help" in argv:
-        print(f"{__doc__}\n{help_text()}")
+        print(f"{__doc__}\n{help_text(argv)}")
         return 0
     if argv[0] == "--reference":
         target = Path(argv[1] if len(argv) > 1 else REFERENCE)
@@ -38,7 +39,9 @@ def main(argv: list[str]) -> int:
         return command.main(argv[1:])
     if len(argv) == 2 and not any(name.startswith("-") for name in argv):
         return compare(*argv)
-    print(load(argv).config.toml(), end="")
+    from titanlite.launch.launcher import load_and_check  # here, since the other uses need no run
+
+    load_and_check(argv, lambda loaded: print(loaded.config.toml(), end="", flush=True))
     return 0
 
 

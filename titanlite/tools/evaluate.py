@@ -13,6 +13,7 @@ work and the weights (FSDP): torchrun --nproc-per-node=N -m titanlite eval FOLDE
 Exit status: 0 done; 2 the folder, the dataset or an argument is wrong.
 """
 
+import itertools
 import math
 from typing import Any
 
@@ -27,7 +28,7 @@ OPTIONS = ("dataset", "dataset_path", "dataset_split", "seq_len", "local_batch_s
 """Options of [training] that have an argument of their own."""
 MORE_OPTIONS = ("dataset_config", "dataset_text_key", "text_sample_by", "cache_folder", "loss_chunks")
 MORE_OPTIONS += ("attention_backend", "mixed_precision_param", "packing", "dataset_format", "dataset_messages_key")
-MORE_OPTIONS += ("dataset_prompt_key", "dataset_response_key", "long_conversations")
+MORE_OPTIONS += ("dataset_prompt_key", "dataset_response_key", "long_conversations", "special_tokens_in_text")
 """Options of [training] that an evaluation reads besides."""
 
 
@@ -47,8 +48,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--document-mask", action="store_const", const="true", help=text)
     arguments, overrides = parser.parse_known_args(argv)
     readable = [f"--training.{key}" for key in MORE_OPTIONS]
-    for override in overrides:
-        if override.partition("=")[0] not in readable:
+    for before, override in itertools.pairwise(["", *overrides]):
+        is_value = before in readable and not override.startswith("--")
+        if not is_value and override.partition("=")[0] not in readable:
             problem = f"command line: {override}: expected one of {', '.join(readable)}"
             raise ConfigError([f"{problem}; --help tells more"])
     import torch  # here, so that --help and wrong arguments do not wait for it

@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
 
 def tokenize(argv: list[str]) -> None:
     """Build the token caches of a config. Raises ConfigError and TrainingError as `open_cache` does."""
-    from titanlite.data.open import build_tokenizer, open_cache, open_mixture, token_caches
+    from titanlite.data.open import open_cache, open_mixture, token_caches, tokenizer_of_run
 
     loaded = load([argument for argument in argv if argument != "--verify"]).config
     # The tokens do not depend on the ranks. Steps may: if the config leaves both open, those of one shard are printed.
@@ -51,7 +51,7 @@ def tokenize(argv: list[str]) -> None:
     if loaded.training.global_batch_size == loaded.parallelism.data_parallel_shard_degree == -1:
         ranks = quantity(config.parallelism.world_size, "rank")
         print(f"training.global_batch_size = -1: steps and epochs are those of {ranks}")
-    tokenizer = build_tokenizer(config.model.hf_assets_path)
+    tokenizer = tokenizer_of_run(config.model, config.checkpoint, config.parallelism)
     if config.training.streaming:
         print("training: nothing to do, since training.streaming = true reads the documents while training")
     folder, caches = config.training.cache_folder, []

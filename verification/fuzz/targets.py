@@ -293,7 +293,7 @@ def tokenizer(folder: Path) -> Any:
     template += (
         "{{ m.content | trim }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{{ eos_token }}{% endfor %}"
     )
-    settings = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": template}
+    settings = {"bos_token": {"__type": "AddedToken", "content": "<s>"}, "eos_token": "</s>", "chat_template": template}
     row = {"messages": [{"role": "user", "content": "he </s>"}, {"role": "assistant", "content": "<s>é"}]}
     seeds = {"tokenizer.json": json.loads(built.to_str()), "tokenizer_config.json": settings, "a.jsonl": row}
 
@@ -305,10 +305,9 @@ def tokenizer(folder: Path) -> Any:
         added = tokenizer.tokenizer.get_added_tokens_decoder()
         counts = list[int]()
 
-        def document(values: dict[str, Any]) -> str:
-            text = chat.document(dataset.training, values)
+        def document(values: dict[str, Any]) -> Any:
             counts.append(1 + len(values["messages"]))  # special tokens of the template: BOS, and EOS of each message
-            return text
+            return chat.document(dataset.training, values, set())[-1]
 
         for segment in open_dataset(dataset)[0]:
             for _, conversation in read_documents(dataset, segment, document):

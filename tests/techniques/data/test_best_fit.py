@@ -12,13 +12,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.cases import cases
-from tests.helpers.data import BYTES, T, as_lists, consume, flat, rejection, some_texts, source, training, write
+from tests.helpers.data import (
+    BYTES,
+    T,
+    as_lists,
+    consume,
+    flat,
+    open_loader,
+    rejection,
+    some_texts,
+    source,
+    training,
+    write,
+)
 from titanlite.config.errors import TrainingError
 from titanlite.config.schema import Validation
 from titanlite.data import open as opening
 from titanlite.data import token_cache
 from titanlite.data.open import open_cache
 from titanlite.loss import IGNORED
+from titanlite.metrics.logger import step_values
+from titanlite.metrics.summary import account
 from titanlite.techniques.data import best_fit
 from titanlite.techniques.data.best_fit import (
     BestFit,
@@ -209,6 +223,35 @@ def test_the_order_does_not_depend_on_ranks_and_resumes(options, shuffle):
     assert make().n_sequences < 40 * 4, "more than an epoch"
     first_epoch = [sequence for step in one for sequence in step][: make().n_sequences]
     assert (first_epoch == [as_lists(make().sequence(index)) for index in range(make().n_sequences)]) == (not shuffle)
+
+
+def test_positions_are_counted_by_what_becomes_of_them(options, tmp_path):
+    """Documents of 42, 12 and 12 tokens become chunks of 17, 17, 12, 12 and 10, each a sequence of its own."""
+    file = write(tmp_path / "few.jsonl", ["x" * 40, "y" * 10, "z" * 10])
+    sequences = opened({**options, "dataset": "json", "dataset_path": str(file)}, {"fraction": 0.0})[0]
+    epoch = {"packing": "best_fit", "document_mask": True, "global_batch_size": 5}
+    loader = open_loader(sequences, **epoch)
+    first = loader.next()
+    assert loader.step_counts == [5 * T, 3, 4 + 4 + 6, 2], "positions, masked, padding, cut"
+    n_valid = sum(int((batch.targets != IGNORED).sum()) for batch in first)
+    assert min(int(batch.targets.min()) for batch in first) == IGNORED, "the model knows no padding"
+    line = account(*map(int, loader.step_counts))
+    assert line.startswith(f"account    {n_valid} of 80 positions trained on, 3 masked, 14 padding")
+    loader.take_back(first)
+    assert loader.next() is first
+    loader.add(loader.step_counts)
+    values = step_values(1.0, 1.0, 1.0, 1.0, loader.counts.tolist())
+    assert (values["n_tokens_seen"], values["n_padding_seen"]) == (16 + 16 + 12 + 12 + 10, 14)
+    state = loader.state()
+    loader.next()  # as for the test of the last weights, which trains on nothing
+    assert loader.state()["counts"] == state["counts"] == [80, 3, 14, 2]
+    resumed, old = (open_loader(sequences, **epoch, state={**state, "counts": n}) for n in (state["counts"], None))
+    resumed.next()
+    resumed.add(resumed.step_counts)
+    assert resumed.state()["counts"] == [160, 6, 28, 4]
+    assert old.state()["counts"] == [80, 0, 0, 0], "a checkpoint of an earlier version has none"
+    for each in (loader, resumed, old):
+        each.close()
 
 
 def test_the_identity_is_of_the_packing(options):

@@ -1,5 +1,6 @@
 """Fine-tuning data: conversations in the tokenizer's chat template, trained on only where the assistant speaks."""
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -42,7 +43,7 @@ MARKED = (
 
 SYSTEM = {"role": "system", "content": "Answer in one word."}
 CONVERSATIONS = [
-    [{"role": "user", "content": "Which color has the sky?"}, {"role": "assistant", "content": "Blue"}],
+    [{"role": "user", "content": "What color is the sky?"}, {"role": "assistant", "content": "Blue"}],
     [
         SYSTEM,
         {"role": "user", "content": " Hello, \n world "},
@@ -88,14 +89,20 @@ def test_tokens_and_masks_are_those_of_transformers(template, assets, source, me
     assert ours == (theirs["input_ids"], theirs["assistant_masks"])
 
 
-def test_spans_by_hand(template):
-    spans = template(PLAIN).conversation(CONVERSATIONS[1]).spans
-    assert [(span.text, span.is_trained) for span in spans] == [
-        ("<s><stop>system\nAnswer in one word.</s><stop>user\nHello, \n world</s><stop>assistant\n", False),
-        ("Yes: été, 日本</s>", True),
-        ("<stop>user\nAgain?</s><stop>assistant\n", False),
-        ("No</s>", True),
-    ]
+def trained_part(template: ChatTemplate, messages: list[dict[str, Any]]) -> list[str]:
+    """The text of each run of tokens that are trained on, of all parts of a conversation."""
+    texts = []
+    for tokens in template.encode(template.parts(messages), "uint16"):
+        for is_trained, run in itertools.groupby(tokens.tolist(), lambda token: not token & BIT):
+            if is_trained:
+                texts.append(template.tokenizer.tokenizer.decode([*run], skip_special_tokens=False))
+    return texts
+
+
+def test_what_is_trained_on_by_hand(template):
+    for source in (PLAIN, MARKED):
+        assert trained_part(template(source), CONVERSATIONS[1]) == ["Yes: été, 日本</s>", "No</s>"]
+        assert trained_part(template(source), CONVERSATIONS[2]) == ["two</s>", "three</s>"]
 
 
 def test_special_tokens_in_a_message_are_ordinary_text(template, assets):
@@ -124,11 +131,6 @@ def test_special_tokens_that_the_settings_alone_call_so(template, assets):
     assert encoded(template(PLAIN, added_tokens_decoder=named | {"999": absent}), CONVERSATIONS[1]) == expected
     alone = template(PLAIN).tokenizer.identity
     assert template(PLAIN, added_tokens_decoder=named).tokenizer.identity != alone  # tokens are cached by it
-    named["2"]["special"] = False
-    assert encoded(template(PLAIN, added_tokens_decoder=named), CONVERSATIONS[1]) != expected
-    for wrong in ("<s>", {"0": "<s>"}, {"0": {"special": True}}, {"0": {"content": ["<s>"], "special": True}}):
-        line = rejection(lambda wrong=wrong: template(PLAIN, added_tokens_decoder=wrong))
-        assert "cannot be read as a tokenizer" in line
 
 
 def test_a_template_has_its_file_or_a_place_in_the_settings(assets):
@@ -138,7 +140,7 @@ def test_a_template_has_its_file_or_a_place_in_the_settings(assets):
         return str(ChatTemplate(assets.open(**SPECIAL_TOKENS, **settings)).conversation(CONVERSATIONS[0]))
 
     expected = text_of(chat_template=PLAIN)
-    assert expected == "<s><stop>user\nWhich color has the sky?</s><stop>assistant\nBlue</s>"
+    assert expected == "<s><stop>user\nWhat color is the sky?</s><stop>assistant\nBlue</s>"
     assert text_of(chat_template=[{"name": "rag", "template": ""}, {"name": "default", "template": PLAIN}]) == expected
     file.write_text(PLAIN.replace("<stop>", "<stop><stop>"))
     assert text_of(chat_template=PLAIN) == expected.replace("<stop>", "<stop><stop>"), "the file comes first"
@@ -147,7 +149,7 @@ def test_a_template_has_its_file_or_a_place_in_the_settings(assets):
 def test_what_templates_are_given(template):
     for source, text in [
         ("{{ [1, 'é'] | tojson }}", '[1, "é"]'),
-        ("{{ strftime_now is defined }}", "False"),
+        ("{{ strftime_now is defined }}", "True"),
         ("{{ tools is none }}{{ documents is none }}", "TrueTrue"),
         ("{% for m in messages %}{% if loop.index == 2 %}{% break %}{% endif %}x{% endfor %}", "x"),
         ("{% if true %}\n  a\n{% endif %}\nb", "  a\nb"),
@@ -157,37 +159,59 @@ def test_what_templates_are_given(template):
 
 
 HOSTILE = [
+    "{{ self.__init__.__globals__ }}",
+    "{{ ''.__class__.__mro__ }}",
+    "{{ ''['__class__']['__mro__'] }}",
+    "{{ ('' | attr('__class__')).__mro__ }}",
+    "{{ raise_exception.__globals__['os'] }}",
+    "{{ strftime_now.__globals__['os'] }}",
+    "{{ lipsum.__globals__['os'].popen('id') }}",
+    "{{ cycler.__init__.__globals__.os }}",
+    "{{ dict.__base__.__subclasses__() }}",
+    "{% set n = namespace() %}{% set n.__class__ = 1 %}{{ n.__class__.__mro__ }}",
+    "{{ messages.append(1) }}",
+    "{{ messages[0].update(x=1) }}",
+    "{{ range(10**9) }}",
+    "{% include '/etc/passwd' %}",
+    "{% import '/etc/passwd' as p %}",
+    "{{ raise_exception('only\ntwo roles') }}",
+]
+HARMLESS = [
     "{{ ''.__class__ }}",
     "{{ ''['__class__'] }}",
     "{{ '' | attr('__class__') }}",
     "{{ '{0.__class__}'.format(1) }}",
-    "{{ self.__init__.__globals__ }}",
     "{{ raise_exception.__globals__ }}",
     "{{ lipsum.__globals__ }}",
-    "{{ messages.append(1) }}",
-    "{{ range(10**9) }}",
-    "{% include '/etc/passwd' %}",
-    "{{ strftime_now('%d') }}",
-    "{{ raise_exception('only\ntwo roles') }}",
+    "{{ strftime_now.__code__ }}",
+    "{{ messages.__class__ }}",
 ]
+"""Such attributes are undefined values, which print nothing."""
 
 
 @pytest.mark.parametrize("source", HOSTILE)
-def test_a_template_has_no_code_no_time_and_no_random_numbers(template, source):
+def test_a_template_has_no_code_and_no_files(template, source):
     own = template(MARKED + source)
     with pytest.raises(ValueError, match=r"^.*tokenizer_config.json cannot render it: [^\n]+$"):
         own.conversation(CONVERSATIONS[0])
 
 
-@pytest.mark.parametrize("source", ["{% generation %}", "{{", "{% for %}", "{{ [1, 2] | random }}"])
+@pytest.mark.parametrize("source", HARMLESS)
+def test_a_forbidden_attribute_prints_nothing(template, source):
+    texts = [str(template(MARKED + own).conversation(CONVERSATIONS[0])) for own in ("", source)]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("source", ["{% generation %}", "{{", "{% for %}", "{{ 1 | nosuchfilter }}"])
 def test_a_template_that_cannot_be_read_is_one_line(template, source):
-    assert "tokenizer_config.json: the chat template cannot be read: line 1: " in rejection(lambda: template(source))
+    with pytest.raises(ValueError, match=r"tokenizer_config.json cannot render it: line 1: [^\n]+$"):
+        template(source).conversation(CONVERSATIONS[0])
 
 
 @pytest.mark.parametrize(
     ("source", "messages", "problem"),
     [
-        (PLAIN + "the end", CONVERSATIONS[1], "renders message 3 in another way when others follow it"),
+        (PLAIN + "the end", CONVERSATIONS[1], "renders message 3 in another way than an answer begins"),
         ("{{ messages | length }}" + PLAIN, CONVERSATIONS[0], "renders message 2 in another way"),
         (PLAIN, [SYSTEM], 'no message has the role "assistant"'),
         ("{# {% generation %} #}" + PLAIN, CONVERSATIONS[0], "renders nothing that the assistant has said"),
@@ -254,17 +278,17 @@ def test_a_conversation_without_marks_has_so_many_messages(template, monkeypatch
     with pytest.raises(ValueError, match=r"^40,000 messages: expected at most 1,000; divide it, or put what the "):
         own.conversation(CONVERSATIONS[0] * 20_000)
     monkeypatch.setattr(chat_template, "LARGEST_CONVERSATION", 20)
-    assert sum(span.is_trained for span in own.conversation(CONVERSATIONS[0] * 10).spans) == 10
+    assert len(trained_part(own, CONVERSATIONS[0] * 10)) == 10
     with pytest.raises(ValueError, match=r"^22 messages: expected at most 20"):
         own.conversation(CONVERSATIONS[0] * 11)
-    assert sum(span.is_trained for span in template(MARKED).conversation(CONVERSATIONS[0] * 11).spans) == 11
+    assert len(trained_part(template(MARKED), CONVERSATIONS[0] * 11)) == 11
 
 
 def test_a_template_is_a_regular_file(template, assets):
     os.mkfifo(assets.folder / "chat_template.jinja")
     line = rejection(lambda: template(PLAIN))
     file = assets.folder / "chat_template.jinja"
-    assert line == f"{file}: cannot be read: [Errno 22] expected a regular file: '{file}'"
+    assert line.endswith(f"[Errno 22] expected a regular file: '{file}'")
 
 
 def test_without_a_template(assets):
@@ -280,6 +304,114 @@ def test_a_prompt_ends_where_the_answer_begins(template):
     assert prompt == tokens[: trained.index(1)]
     own = template("{{ raise_exception('no') }}")
     assert rejection(lambda: encode_questions(own.tokenizer, ["a"])).startswith("--chat: ")
+
+
+# Reasoning that a template drops from answers before the last ---------------------------------------------------------
+
+KEEPS_LAST = (
+    "{% for m in messages %}<stop>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}{% set parts = m.content.split('</think>') %}"
+    "{% if loop.last %}<think>{{ parts[0].split('<think>')[-1] if parts | length > 1 }}</think>{% endif %}"
+    "{{ parts[-1] }}"
+    "{% else %}{{ m.content }}{% endif %}</s>{% endfor %}" + PROMPT
+)
+"""As Qwen3's template: reasoning of the last answer only, where an empty one is written too."""
+DROPS_ALL = (
+    "{% for m in messages %}<stop>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<stop>assistant\n<think>{% endif %}"
+)
+"""As the templates of DeepSeek's distilled models: reasoning of no answer, and an answer is asked for with <think>."""
+REASONING = [
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "<think>hm</think>two"},
+    {"role": "user", "content": "three"},
+    {"role": "assistant", "content": "<think>well</think>four"},
+]
+
+
+def test_an_answer_is_trained_on_as_the_model_will_see_it(template):
+    """What precedes it is what the template writes before an answer is asked for, without the reasoning before."""
+    for source, n_parts in ((KEEPS_LAST, 2), (DROPS_ALL, 3)):
+        own = template(source)
+        parts = own.parts(REASONING)
+        assert len(parts) == n_parts
+        loaded = own.tokenizer.loaded
+        for answer in (1, 3):
+            before = loaded.apply_chat_template(REASONING[:answer], add_generation_prompt=True, tokenize=False)
+            thought = REASONING[answer]["content"]
+            text = before + thought.removeprefix("<think>" if before.endswith("<think>") else "") + "</s>"
+            assert sum(str(part) == text for part in parts) == 1
+    assert trained_part(own, REASONING) == ["hm</think>two</s>", "well</think>four</s>"]
+
+
+def test_an_answer_without_the_reasoning_that_is_asked_for_is_rejected(template):
+    with pytest.raises(ValueError, match=r'another way than an answer begins \("<think>"\)'):
+        template(DROPS_ALL).conversation(CONVERSATIONS[0])
+
+
+def test_turns_that_are_rendered_in_another_way_are_documents_of_one_row(template, tmp_path):
+    own = template(KEEPS_LAST)
+    file = write_rows(tmp_path / "a.jsonl", [{"messages": REASONING}, {"messages": CONVERSATIONS[0]}])
+    opened = Opened(tmp_path, own.tokenizer, file)
+    expected = ["<think>hm</think>two</s>", "<think>well</think>four</s>", "<think></think>Blue</s>"]
+    assert sorted(opened.trained_texts(own.tokenizer)) == sorted(expected)
+    assert sum(shard.train_documents for shard in opened.packing.cache.index.shards) == 3
+
+
+def test_all_turns_of_a_row_are_in_one_split(template, tmp_path):
+    own = template(KEEPS_LAST)
+    file = write_rows(tmp_path / "a.jsonl", [{"messages": REASONING}] * 8)
+    options = training(dataset="json", dataset_path=str(file), dataset_format="messages")
+    work = shard_builder.CacheOptions(Source(options), own.tokenizer.path, 0.5, name_of(ChatTemplate))
+    segments = list(open_dataset(Source(options))[0])
+    arguments = (tmp_path / "b", "uint16", 0, segments, work, lambda *counts: None)
+    shard = shard_builder.build_shard(*arguments, own.tokenizer)
+    assert (shard.train_documents, shard.validation_documents) == (8, 8)
+    assert shard.train_tokens == shard.validation_tokens
+
+
+# Special tokens in messages and texts ---------------------------------------------------------------------------------
+
+
+def test_special_tokens_that_a_template_looks_for_need_the_option(template):
+    """A split at a special token does not find the replaced one."""
+    own = template(
+        "{% for m in messages %}<stop>{{ m.role }}\n{{ m.content.split('<stop>')[-1] }}</s>{% endfor %}" + PROMPT
+    )
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b<stop>c"}]
+    with pytest.raises(ValueError, match=r'set training.special_tokens_in_text = "special", or remove them$'):
+        own.conversation(messages)
+    (part,) = own.parts(messages, special=True)
+    tokens = own.encode([part], "uint32")[0] & 0x7FFFFFFF
+    assert tokens.tolist() == own.tokenizer.loaded.apply_chat_template(messages, return_dict=False)
+
+
+def test_special_tokens_in_text_by_the_option(template, tmp_path, capsys):
+    tokenizer = template(PLAIN).tokenizer
+    text = "<stop>user\nHi</s><stop>assistant\nHello</s>"
+    file = write_rows(tmp_path / "a.jsonl", [{"text": text}, {"text": "plain"}])
+    options = {"dataset_format": "text", "document_mask": True}
+    Opened(tmp_path, tokenizer, file, **options)
+    how = "(ordinary text by training.special_tokens_in_text)"
+    line = f'not read of its rows: "special token </s> {how}", "special token <stop> {how}"'
+    assert line in capsys.readouterr().out
+    opened = Opened(tmp_path, tokenizer, file, **options, special_tokens_in_text="special")
+    assert "special token" not in capsys.readouterr().out
+    theirs = [tokenizer.loaded(each)["input_ids"] for each in (text, "plain")]
+    tokens = opened.packing.cache.tokens("train")[:].tolist()
+    assert tokens == [*theirs[0], *theirs[1], tokenizer.eos], "EOS once"
+
+
+def test_special_tokens_in_messages_by_the_option(template, tmp_path, capsys):
+    tokenizer = template(PLAIN).tokenizer
+    file = write_rows(tmp_path / "a.jsonl", [conversation("a<stop>b")])
+    ordinary = Opened(tmp_path, tokenizer, file).packing.cache.tokens("train")[:].tolist()
+    assert '"special token <stop> (' in capsys.readouterr().out
+    special = (
+        Opened(tmp_path, tokenizer, file, special_tokens_in_text="special").packing.cache.tokens("train")[:].tolist()
+    )
+    stop = tokenizer.tokenizer.token_to_id("<stop>")
+    assert [[token & ~BIT for token in tokens].count(stop) for tokens in (ordinary, special)] == [2, 3]
 
 
 # Datasets ------------------------------------------------------------------------------------------------------------
@@ -373,7 +505,7 @@ def test_other_processes_build_the_same_shards(template, tmp_path):
     own = template(PLAIN)
     file = write_rows(tmp_path / "a.jsonl", [{"messages": messages} for messages in CONVERSATIONS])
     options = training(dataset="json", dataset_path=str(file), dataset_format="messages")
-    work = shard_builder.CacheOptions(options, "training.dataset_path", own.tokenizer.path, 0.0, name_of(ChatTemplate))
+    work = shard_builder.CacheOptions(Source(options), own.tokenizer.path, 0.0, name_of(ChatTemplate))
     segments = list(open_dataset(Source(options))[0])
     worker = Worker(own.tokenizer.path)
     try:
@@ -525,6 +657,16 @@ def test_options_that_contradict_one_another_are_rejected(tmp_path, changed, key
     assert load(tmp_path, CONFIG).config.training.dataset_format == "messages"
     settings = CONFIG | changed
     assert_rejected(lambda: load(tmp_path, settings), settings, {key: "set" if key in CONFIG else "read only when"})
+
+
+def test_special_tokens_in_text_are_not_taken_for_ends_of_documents(tmp_path):
+    settings = {"training.special_tokens_in_text": "special"}
+    rejected = {
+        "training.packing": 'EOS in a text ends no document (training.special_tokens_in_text = "special")',
+        "training.special_tokens_in_text": "bytes have no special tokens; set model.hf_assets_path",
+    }
+    assert_rejected(lambda: load(tmp_path, settings), settings, rejected)
+    load(tmp_path, settings | {"training.packing": "best_fit", "model.hf_assets_path": "assets"})
 
 
 def test_best_fit_packing_is_not_for_streaming(tmp_path):

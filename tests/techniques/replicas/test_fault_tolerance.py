@@ -69,8 +69,8 @@ def join(config: Config, address: str, identity: int = 7) -> None:
     from titanlite.techniques.replicas.torchft import Replicas
 
     run = TrainingRun(config, CPU)
-    sections, tokens = (config.fault_tolerance, config.comm), config.tokens_per_step
-    replicas = Replicas(*sections, run.model, run.optimizer, [identity], tokens, CPU, Signals())
+    sections = config.fault_tolerance, config.comm
+    replicas = Replicas(*sections, run.model, run.optimizer, [identity], CPU, Signals())
     replicas.begin(0, {}, RunState(run.loader, run.guard, replicas), lambda last_shared_step: None)
     run.train_step = dataclasses.replace(run.train_step, groups=replicas)
     _group.update(config=config, run=run, replicas=replicas, steps=replicas.steps(0, 100))
@@ -89,15 +89,17 @@ def take_step(dying_ranks: tuple[int, ...] = ()) -> dict[str, Any]:
             os.kill(os.getpid(), signal.SIGKILL)
         ones = torch.ones(1, dtype=torch.float64)
         replicas.sum(ones)
-        totals = run.totals(loss_sum, valid)
+        counts = run.loader.step_counts
+        totals = replicas.totals(loss_sum, valid, run.parameters.values(), Signals(), *counts)
         if totals is not None:
             break
         run.optimizer.zero_grad()
         run.loader.take_back(batches)
     run.update(totals)
     weights = run.trace_of_all_stages("weight", run.parameters)
-    loss, norm, *_ = totals.read()
+    loss, norm, _, _, positions, masked, *_ = totals.read()
     numbers = {"loss": loss, "norm": norm, "ones": ones.item(), "valid": valid.item()}
+    numbers |= {"positions": positions, "masked": masked}
     return {"step": step, "attempts": attempts, "living": replicas.living, **numbers} | weights
 
 
@@ -134,7 +136,8 @@ def plain_step(
     loss.backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm)
     optimizer.step()
-    return {"loss": loss.item(), "norm": norm.item(), "valid": valid.item()}
+    numbers = {"loss": loss, "norm": norm, "valid": valid, "masked": (targets == IGNORED).sum()}
+    return {name: value.item() for name, value in numbers.items()} | {"positions": targets.numel()}
 
 
 def assert_equal(record: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-11) -> None:

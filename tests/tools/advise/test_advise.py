@@ -451,6 +451,11 @@ def run(*arguments, command="advise"):
         (["--gpus", "8", "--seq-len", "4096"], "required: --model"),
         (["--gpus", "0", "--seq-len", "4096", "--model", "debug"], "--gpus: 0: expected an integer >= 1 and <= 16384"),
         (["--gpus", "8", "--seq-len", "1", "--model", "llama4"], "--model: invalid choice: 'llama4' (choose from"),
+        (["--gpus", "8", "--seq-len", "1", "--model", "Llama3-8b"], "did you mean llama3_8b?\n"),
+        (
+            ["--gpus", "8", "--seq-len", "8", "--model", "debug", "--device", "A100"],
+            "or a TOML file; did you mean a100_40 or a100_80?\n",
+        ),
         (["configs/debug.toml", "--gpus", "8", "--seq-len", "8", "--model", "debug"], "arguments: configs/debug.toml"),
         (["--gpus", "8", "--seq-len", "8", "--model", "debug", "--html", "x"], "unrecognized arguments: --html"),
         (

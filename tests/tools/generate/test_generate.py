@@ -2,6 +2,7 @@
 draws from the distribution that it says; and the command."""
 
 import functools
+import gzip
 import json
 import math
 import os
@@ -437,6 +438,8 @@ def test_the_command_prints_the_texts(hf_folder: Path, capsys, tmp_path: Path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "abc"}\n{"prompt": "a longer prompt", "id": 3}\n')
     for file in ("a.txt", "a.jsonl"):
         assert run(capsys, *arguments, "--prompts", tmp_path / file, "--batch-size", 1) == both
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress("\ufeffa\x0cb\u2028c\r\nd\x85e\n".encode()))
+    assert command.read_prompts(tmp_path / "b.txt.gz") == ["a\x0cb\u2028c", "d\x85e"], "lines of training data"
     drawn = (*arguments, "--temperature", 2.0, "--seed", 3)
     assert run(capsys, *drawn, "abc") == run(capsys, *drawn, "abc")
     assert run(capsys, *drawn, "abc")[1] in run(capsys, *drawn, "x", "abc")[1]
@@ -524,8 +527,13 @@ WRONG: dict[tuple[str, ...], str] = {
     "the longest prompt, expected at most 1,048,576, in batches of 1; shorten it, or set --batch-size lower",
     ("hf", *BYTES, "--prompts", "long.txt"): "--max-new-tokens = 64: with the 2,000,001 tokens of the longest prompt, "
     "expected at most 1,048,576",
-    ("hf", *BYTES, "--prompts", "pipe"): "--prompts pipe: cannot be read: [Errno 22] expected a regular file: 'pipe'",
-    ("hf", *BYTES, "--prompts", "/dev/zero"): "--prompts /dev/zero: cannot be read: [Errno 22] expected a regular file",
+    ("hf", *BYTES, "--prompts", "pipe"): "--prompts pipe: cannot be read: OSError: [Errno 22] expected a regular file",
+    (
+        "hf",
+        *BYTES,
+        "--prompts",
+        "/dev/zero",
+    ): "--prompts /dev/zero: cannot be read: OSError: [Errno 22] expected a regular",
     ("hf", "a", *BYTES, "--temperature", "-1"): "expected a finite number >= 0",
     ("hf", "a", *BYTES, "--temperature", "nan"): "expected a finite number >= 0",
     ("hf", "a", *BYTES, "--temperature", "1", "--top-p", "0"): "expected a number above 0 and at most 1",
@@ -587,11 +595,13 @@ def test_a_model_with_fewer_tokens_than_the_tokenizer(tmp_path: Path, capsys):
 
 
 def test_an_empty_prompt_needs_a_bos(assets, tmp_path: Path, capsys):
-    assets.open(bos_token=None, eos_token="</s>")
+    content = json.loads(assets.file.read_text())
+    assets.file.write_text(json.dumps(content | {"post_processor": None}))
+    assets.open(eos_token="</s>")
     build_hf("llama", vocab_size=400).save_pretrained(tmp_path / "hf")
     status, _, (error,) = run(capsys, tmp_path / "hf", "a", "", "--tokenizer", assets.folder)
     assert status == 2
-    assert 'prompt "": has no tokens, and the tokenizer has no BOS' in error
+    assert 'prompt "": has no tokens, and the tokenizer adds none' in error
 
 
 def test_a_launch_of_another_size_is_rejected():

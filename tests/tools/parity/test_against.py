@@ -4,6 +4,7 @@ import copy
 import importlib.util
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,8 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from titanlite.config import load_values
+from titanlite.config.loader import printable
 from titanlite.hf.names import hf_name, tensor_shapes, to_hf
+from titanlite.launch import progress
 from titanlite.launch.cli import run_command
+from titanlite.tools.parity import against, recorded_step
 from titanlite.tools.parity.against import compare
 from titanlite.tools.parity.ratios import Row, clusters, describe
 from titanlite.tools.parity.recorded_step import read_step
@@ -362,10 +366,148 @@ def test_a_number_of_a_ratio_is_known_to_its_precision():
     assert describe(1 + 1e-7, 1e-9, {"dp": 2}) == "too large by 1.0e-07 of its size, where 1.0e-09 is rounding"
 
 
+def test_a_factor_that_rounding_explains_is_none():
+    """What differs by more than rounding, and by a factor that is less than rounding, differs by no factor."""
+    ours, other = (F.normalize(torch.randn(999, dtype=torch.float64), dim=0) for _ in range(2))
+    noise = F.normalize(other - (other @ ours) * ours, dim=0)
+    row = Row("a", (1 + 1.3e-4) * ours + 2.4e-4 * noise, ours, 2.6e-4)
+    assert not row.equal
+    assert row.ratio == pytest.approx(1 + 1.3e-4)
+    assert clusters([row]) == ({}, [row])
+
+
 def test_rows_of_a_ratio_are_in_the_order_of_computation():
     ours = torch.ones(4, dtype=torch.float64)
     rows = [Row(name, 2 * ours, ours, allowed) for name, allowed in (("a", 2e-6), ("b", 1e-6), ("c", 3e-6))]
     assert [[row.name for row in members] for members in clusters(rows)[0].values()] == [["a", "b", "c"]]
+
+
+# What rounding explains ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("doubled", [False, True])
+def test_a_limit_that_explains_half_a_tensor_is_too_coarse(doubled: bool, tmp_path: Path, capsys, monkeypatch):
+    """Whether a comparison could have failed depends on the distance: a small one excludes a wrong factor."""
+    monkeypatch.setattr(against, "ROUNDING_FACTOR", 1e9)
+    change = (lambda gradients: gradients[WK].mul_(2)) if doubled else None
+    status, lines = verdict(take_step(tmp_path, change=change, norm_factor=0.9), capsys)
+    assert status == (2 if doubled else 0)
+    assert lines[0].startswith(f"TOO COARSE TO COMPARE: 1 of 44, the first gradient {WK}: " if doubled else "equal: ")
+
+
+def test_weights_in_bfloat16_are_compared_with_the_same_rounding(tmp_path: Path):
+    """Their rounding is larger than some updates. What is rounded in the same way is no guess."""
+    rows = compare(read_step(take_step(tmp_path, weights="bfloat16")))["updates"]
+    assert max(row.allowed for row in rows) > 0.5
+    assert {row.verdict for row in rows} == {"equal"}
+    halves = [row._replace(theirs=row.theirs / 2) for row in rows]
+    assert {row.verdict for row in halves} <= {"coarse", "DIFFERS"}
+
+
+@pytest.mark.parametrize("factor", [1, 1.02, math.sqrt(2)])
+def test_a_norm_of_millions_of_squares_in_float32(factor: float, tmp_path: Path, capsys, monkeypatch):
+    """torch sums them in float32, and loses more than the gradients' rounding."""
+    vocab_size, generator = 50_304, torch.Generator().manual_seed(3)
+    monkeypatch.setitem(CONFIG, "vocab_size", vocab_size)
+    larger = {
+        name: 0.02 * torch.randn(vocab_size, 32, generator=generator, dtype=torch.float64)
+        for name in ("tok_embeddings.weight", "output.weight")
+    }
+    weights = initial_weights() | larger
+    monkeypatch.setattr("tests.tools.parity.test_against.initial_weights", lambda: weights)
+    options = {"without": ("gradients", "weights_after"), "norm_factor": factor}
+    folder = take_step(tmp_path, **options)
+    (row,) = compare(read_step(folder))["gradient norm"]
+    status, lines = verdict(folder, capsys)
+    if factor == 1:
+        assert row.distance > 1e-5  # eight times the rounding of these gradients is 8.8e-6
+        assert status == 0, lines
+    else:
+        assert f"gradient norm is {factor:.2f}"[:20] in " ".join(lines)
+        assert status == 1
+
+
+def test_a_norm_in_float64_has_no_rounding_of_float32(tmp_path: Path):
+    (row,) = compare(read_step(take_step(tmp_path, weights="float64")))["gradient norm"]
+    assert row.allowed == 1e-11
+
+
+def test_a_large_batch_is_computed_in_parts_with_progress(tmp_path: Path, capsys, monkeypatch):
+    folder = take_step(tmp_path, weights="float64", documents=True, n_means=4, degrees={"accumulation_steps": 4})
+    expected = compare(read_step(folder))
+    status, lines = verdict(folder, capsys)
+    monkeypatch.setattr(against, "CHUNK_LOGITS", 3 * 32 * 60)
+    monkeypatch.setattr(progress, "INTERVAL_SECONDS", 0.001)
+    actual = compare(read_step(folder))
+    assert "one step in float64: 3 of 8 sequences" in capsys.readouterr().err
+    for kind, rows in expected.items():
+        for one, other in zip(rows, actual[kind], strict=True):
+            torch.testing.assert_close(one.ours, other.ours, rtol=1e-12, atol=1e-14)
+    monkeypatch.setattr(progress, "INTERVAL_SECONDS", 10.0)
+    assert verdict(folder, capsys) == (status, lines)
+
+
+VANISHING: dict[str, tuple[Callable[[str], float], Callable[[Tensor], Any] | None, int]] = {
+    "all weights": (lambda name: 0.0, None, 0),
+    "all weights, nearly": (lambda name: 1e-170, None, 0),
+    "norms": (lambda name: 0.0 if "norm" in name else 1.0, None, 0),
+    "embeddings": (lambda name: 0.0 if "tok" in name else 1.0, None, 0),
+    "the output head": (lambda name: 0.0 if "output" in name else 1.0, None, 0),
+    "outputs of blocks": (lambda name: 0.0 if "wo" in name or "w2" in name else 1.0, None, 0),
+    "outputs of blocks, nearly": (lambda name: 1e-170 if "wo" in name or "w2" in name else 1.0, None, 0),
+    "outputs, and gradients are another's": (lambda name: 1e-170 if "wo" in name else 1.0, lambda x: x.add_(1e-3), 1),
+    "gradients": (lambda name: 1.0, Tensor.zero_, 1),
+    "gradients, nearly": (lambda name: 1.0, lambda x: x.mul_(3e-163), 1),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("name", VANISHING)
+def test_what_vanishes_is_compared(name: str, dtype: str, tmp_path: Path, capsys, monkeypatch):
+    scale, change, expected = VANISHING[name]
+    weights = {name: scale(name) * tensor for name, tensor in initial_weights().items()}
+    monkeypatch.setattr("tests.tools.parity.test_against.initial_weights", lambda: weights)
+    changed = (lambda own: [change(each) for each in own.values()]) if change else None
+    folder = take_step(tmp_path, weights=dtype, compute="float32", change=changed)
+    status = run_command("parity", ["--against", str(folder)])
+    out, error = capsys.readouterr()
+    assert (status, error) == (expected, "")
+    assert "nan" not in out
+
+
+def test_weights_whose_step_is_too_large_for_float64_are_one_line(tmp_path: Path, capsys, monkeypatch):
+    weights = {name: 1e30 * tensor for name, tensor in initial_weights().items()}
+    monkeypatch.setattr("tests.tools.parity.test_against.initial_weights", lambda: weights)
+    assert run_command("parity", ["--against", str(take_step(tmp_path, weights="float64"))]) == 2
+    assert "has numbers that are NaN or infinite" in capsys.readouterr().err
+
+
+def test_no_escape_of_a_file_reaches_the_console(tmp_path: Path, capsys):
+    folder = take_step(tmp_path)
+    in_json(STEP, program="\x1b[2Jevil\nequal: all\u202e")(folder)
+    run_command("parity", ["--against", str(folder)])
+    out = capsys.readouterr().out
+    assert "\\x1b[2Jevil\\nequal: all\\u202e" in out.splitlines()[0]
+    in_tensors(GRADIENTS, lambda t: t.update({"\x1b[31m\n": torch.zeros(1)}))(folder)
+    assert run_command("parity", ["--against", str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert printable(error, "\n") == error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["model", "gradients", "batch"])
+def test_a_folder_that_changes_while_it_is_read_is_one_line(name: str, tmp_path: Path, capsys, monkeypatch):
+    folder, real = take_step(tmp_path), recorded_step._read_weights
+
+    def read_weights(place: Path, **options: Any) -> dict[str, Tensor]:
+        os.utime(folder / f"{name}.safetensors", (1, 1))
+        return real(place, **options)
+
+    monkeypatch.setattr(recorded_step, "_read_weights", read_weights)
+    assert run_command("parity", ["--against", str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert f"{name}.safetensors: changed while it was read" in error
+    assert error.count("\n") == 1
 
 
 # Bad input -----------------------------------------------------------------------------------------------------------
@@ -412,6 +554,23 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no batch": (lambda f: (f / BATCH).unlink(), "batch.safetensors: no such file"),
     "no JSON": (lambda f: (f / STEP).write_text("{"), "step.json: not valid JSON"),
     "NaN in JSON": (lambda f: (f / STEP).write_text('{"loss": NaN}'), "NaN is no JSON number"),
+    "a key twice": (
+        lambda f: (f / STEP).write_text('{"loss": 4.1, "loss": 4.2}'),
+        'not valid JSON: "loss" is there twice',
+    ),
+    "a number of the JSON that is infinite": (
+        lambda f: (f / STEP).write_text((f / STEP).read_text().replace('"loss": ', '"loss": 1e999, "old": ')),
+        "step.json: loss: Input should be a finite number",
+    ),
+    "a long program": (in_json(STEP, program="x" * 1001), "step.json: program: String should have at most 1000"),
+    "least loss scale": (in_json(STEP, degrees={"loss_scale": 5e-324}), "step.json: degrees.loss_scale: Input should"),
+    "largest loss scale": (in_json(STEP, degrees={"loss_scale": 1e308}), "step.json: degrees.loss_scale: Input should"),
+    "a pipe": (lambda f: (f / AFTER).unlink() or os.mkfifo(f / AFTER), "weights_after.safetensors: no such file"),
+    "a folder": (lambda f: (f / GRADIENTS).unlink() or (f / GRADIENTS).mkdir(), "gradients.safetensors: expected the"),
+    "a broken link": (
+        lambda f: (f / GRADIENTS).unlink() or (f / GRADIENTS).symlink_to("nothing"),
+        "gradients.safetensors: no such file",
+    ),
     "unknown key": (in_json(STEP, learning_rate=1), "step.json: learning_rate: Extra inputs are not permitted"),
     "missing key": (in_json(STEP, dtypes=None), "step.json: dtypes: Field required"),
     "text for a number": (in_json(STEP, loss="4.1"), "step.json: loss: Input should be a valid number"),

@@ -31,7 +31,8 @@ def write_metrics(file: Path, plan: Plan, seconds: list[float]) -> Path:
     """The metrics of a run that logs every 10 steps, each of which has taken these seconds, and validates once."""
     tokens, lines = plan.tokens_per_step, list[dict[str, Any]]()
     for number, each in enumerate(seconds, 1):
-        lines.append({"step": 10 * number, "n_tokens_seen": 10 * number * tokens, "time_metrics/end_to_end(s)": each})
+        seen = {"n_tokens_seen": 7 * number * tokens, "n_padding_seen": 3 * number * tokens}
+        lines.append({"step": 10 * number, **seen, "time_metrics/end_to_end(s)": each})
         lines[-1] |= {"throughput(tps)": tokens / plan.world_size / each, "memory/max_active(GiB)": 1 / number}
     lines.insert(2, {"step": 25, "validation_metrics/global_avg_loss": 1.0})
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -16,9 +16,17 @@ from titanlite.config.hf.rope import hf_rope, hf_rope_of_kinds
 from titanlite.config.hf.values import JsonObject, read_json_object
 from titanlite.config.loader import ConfigError, Rejections, Section, show, value_of
 from titanlite.config.model_sizes import COMMON
+from titanlite.config.types import MOST_LAYERS
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 """The file of all weights, or the index of several; a folder has one of the two."""
+TOGETHER = (
+    {"rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"},
+    {"sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "num_hidden_layers"},
+)
+"""Keys that say the same thing: where one has changed, all are written as for a model without such files."""
+NO_OPTION = ("max_position_embeddings", "num_nextn_predict_layers")
+"""Keys that no option of the model has, so that the exported value is compared with that of the file."""
 QUANTIZATION = "quantization_config"
 ONLY: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "qk_layernorm": (False, "queries and keys of every head have no norms of their own", ("stablelm",)),
@@ -68,7 +76,7 @@ def model_options(folder: Path) -> dict[str, Any]:
         if (not readers or model_type in readers) and (model_type != "gpt_oss" or key != QUANTIZATION):
             config.only(key, value, reason)
     dim, n_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-    n_layers = config.integer("num_hidden_layers")
+    n_layers = config.integer("num_hidden_layers", most=MOST_LAYERS)
     # null is as many as query heads in every family
     n_kv_heads = n_heads if "num_key_value_heads" in config.values else family.n_kv_heads or n_heads
     options = {
@@ -146,10 +154,8 @@ def _own_options(config: JsonObject, model_type: str, dim: int) -> dict[str, Any
 def _bias_options(config: JsonObject, model_type: str) -> dict[str, Any]:
     """Return the options for biases, from the keys that transformers reads."""
     family = FAMILIES[model_type]
-    if "attention_bias" in family.options:
-        own = family.options["attention_bias"]
-    else:
-        own = "all" if model_type == "starcoder2" and config.boolean("use_bias", True) else "none"
+    has_biases = model_type == "starcoder2" and config.boolean("use_bias", True)
+    own = "all" if has_biases else family.options.get("attention_bias", "none")
     mlp = own == "all"
     if family.bias:
         own = family.bias if config.boolean("attention_bias", family.has_bias) else "none"

@@ -22,9 +22,8 @@ SCALES = ("embedding_scale", "attention_scale", "residual_scale", "logits_scale"
 PLAIN: dict[str, Any] = {
     **{"qk_norm": False, "attention_bias": "none", "mlp_bias": False, "sliding_window": 0, "learned_positions": 0},
     **{"norm": "rms", "norm_placement": "before", "activation": "silu", "gated_ffn": True},
-    "partial_rotary_factor": 1.0,
     **{"embedding_scale": 1.0, "attention_scale": -1, "residual_scale": 1.0, "logits_scale": 1.0},
-    **{"layer_pattern": [], "llama4_scaling_beta": 0.0, "attention_sinks": False},
+    **{"layer_pattern": [], "llama4_scaling_beta": 0.0, "attention_sinks": False, "partial_rotary_factor": 1.0},
 }
 """What a model has without an option for it, of those that types differ in."""
 OLD = ("qk_norm", "attention_bias", "mlp_bias", "sliding_window")

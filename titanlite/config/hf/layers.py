@@ -50,8 +50,7 @@ def _window(config: JsonObject, model_type: str) -> int:
     family = FAMILIES[model_type]
     if family.window is None:
         return 0
-    default = family.window if "sliding_window" not in config.values else 0
-    window = config.integer("sliding_window", default)
+    window = config.integer("sliding_window", 0 if "sliding_window" in config.values else family.window)
     if model_type in QWEN:
         window = window if config.boolean("use_sliding_window", False) else 0
     if model_type == "qwen3_moe" and window:

@@ -12,8 +12,8 @@ FEATURES = {
     "attention beside the feed-forward layer": ("parallel_attn", "use_parallel_residual"),
     "capped scores or logits": ("attn_logit_softcapping", "final_logit_softcapping"),
     "gated shared experts": ("shared_expert_intermediate_size",),
-    "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
-    "latent attention": ("kv_lora_rank",),
+    "attention to tokens that an indexer chooses": ("index_topk", "index_topk_blocks"),
+    "several residual streams": ("hc_mult",),
 }
 """Keys of each feature. Some types have supported features in combinations that no supported type has."""
 NEUTRAL = (0, 1, "silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast")

@@ -1,7 +1,9 @@
 """The values of a JSON file that anyone can write, by type: each wrong one is a line."""
 
 import json
+import re
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,13 @@ LARGEST_FILE, LARGEST = 2**20, 2**31 - 1
 """Bytes of a config.json, and the largest integer in one."""
 
 
-def read_json_object(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises ConfigError if it cannot be read, is large, or is anything else."""
+def read_json_object(file: Path, content: bytes | None = None) -> dict[str, Any]:
+    """Return the object in a JSON file, or in a part of it. Raises ConfigError if it is large, or anything else."""
     try:
-        value = json.loads(read_file(file, LARGEST_FILE).decode("utf-8-sig"), parse_constant=_no_constant)
+        text = (read_file(file, LARGEST_FILE) if content is None else content).decode("utf-8-sig")
+        value = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_key_twice)
     except FileNotFoundError:
-        problem = "no such file"
+        problem = f"no such file{how_to_download(file.parent)}"
     except OSError as error:
         problem = f"cannot be read: {error.strerror}"
     except (ValueError, RecursionError) as error:
@@ -28,6 +31,13 @@ def read_json_object(file: Path) -> dict[str, Any]:
             return value
         problem = f"expected a JSON object, got {_shown(value)}"
     raise ConfigError([f"{file}: {problem}"])
+
+
+def how_to_download(folder: Path) -> str:
+    """Return how to download a model, if what is named as its folder is a name of the hub."""
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", f"{folder}") or folder.parent.exists():
+        return ""
+    return f"; if it is a model of the hub: hf download {folder} --local-dir assets/{folder.name}, and name that folder"
 
 
 def token_ids(values: dict[str, Any], key: str, file: Path) -> list[int]:
@@ -43,11 +53,15 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
 
 
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    for key in [key for key, n in Counter(key for key, _ in pairs).items() if n > 1][:1]:
+        raise ValueError(f"{_shown(key)} is there twice")
+    return dict(pairs)
+
+
 def _shown(value: Any) -> str:
     """Return a value as it is written, if it is short."""
-    if isinstance(value, (dict, list)):
-        return "an object" if isinstance(value, dict) else "a list"
-    text = show(value)
+    text = "an object" if isinstance(value, dict) else "a list" if isinstance(value, list) else show(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
@@ -84,14 +98,14 @@ class JsonObject:
         if actual is not None and (actual != value or isinstance(actual, bool) != isinstance(value, bool)):
             self.reject(key, f"expected {show(value)}; {reason}", *reads)
 
-    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+    def integer(self, key: str, default: int | None = None, *, least: int = 1, most: int = LARGEST) -> int:
         """Return an integer; the default where it is missing or null, without which it must be there."""
         value = self.values.get(key)
         if value is None and default is not None:
             return default
-        if type(value) is int and least <= value <= LARGEST:
+        if type(value) is int and least <= value <= most:
             return value
-        self.reject(key, f"expected an integer from {least} to {LARGEST}")
+        self.reject(key, f"expected an integer from {least} to {most}")
         return least
 
     def number(self, key: str, default: float | None = None, *, least: float = 0.0) -> float:

@@ -24,7 +24,7 @@ from titanlite.config.loader import ConfigError, show
 from titanlite.config.regular_file import open_file
 from titanlite.config.schema import Training
 from titanlite.data import token_shards
-from titanlite.data.packing import PackedSequences, Sequence, ValidationSequences, positions_in_documents
+from titanlite.data.packing import PADDING, PackedSequences, Sequence, ValidationSequences, positions_in_documents
 from titanlite.data.token_shards import DamagedShardError, RecordWithChecksum, Split, TokenCache
 from titanlite.files.durable import Checksum, Int63, Record, cannot_read, checksum, replace_file
 from titanlite.launch.progress import progress
@@ -120,6 +120,7 @@ def lay_out(documents: list[np.ndarray], seq_len: int, not_trained: int) -> Sequ
     tokens, n = stored & ~not_trained, len(stored)
     inputs, targets = np.zeros(seq_len, np.int64), np.full(seq_len, IGNORED, np.int64)
     inputs[: min(n, seq_len)] = tokens[:seq_len]
+    targets[n:] = PADDING
     targets[: max(n - 1, 0)] = np.where(stored & not_trained, IGNORED, tokens)[1:]
     last = np.cumsum([len(document) for document in documents], dtype=np.int64) - 1
     ends = np.zeros(seq_len, bool)

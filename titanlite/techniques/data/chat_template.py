@@ -1,34 +1,31 @@
-"""Chat templates: from the messages of a conversation to its text, and which of it the assistant has said.
+"""Chat templates: from the messages of a conversation to its tokens, and which of them the assistant has said.
 
-A template is data of the tokenizer, written in the language of jinja2, and runs in jinja2's sandbox: it has no files,
-no attributes that lead to code, no time and no random numbers.
+transformers renders the template, which is data of the tokenizer, in jinja2's sandbox: it has no files, and no
+attributes that lead to code.
 
-What the template writes may be special tokens, and what a message holds never is. To tell them apart in any template,
-special tokens in messages are replaced before it runs by two characters each that stand for them.
+What the template writes may be special tokens, and what a message holds never is, unless an option says otherwise. To
+tell them apart in any template, special tokens in messages are replaced before it runs by two characters each that
+stand for them.
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
-import jinja2
 import numpy as np
-from jinja2 import nodes
-from jinja2.exceptions import SecurityError, TemplateError
-from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from titanlite.config.loader import ConfigError
-from titanlite.config.regular_file import read_file
+from titanlite.config.loader import ConfigError, show
 from titanlite.config.schema import Training
-from titanlite.data.documents import text_of
-from titanlite.data.hf_tokenizer import LARGEST_FILE, HuggingFaceTokenizer, reason_of, restart_time_limit
+from titanlite.data.hf_tokenizer import HuggingFaceTokenizer, reason_of, restart_time_limit
+from titanlite.data.shard_builder import N_SEARCHED, spelled
 from titanlite.data.token_shards import DType, not_trained_bit
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.techniques.data.rows import conversation_of, unread_keys
 
 ESCAPE, BEGIN, END = "\ufdd0", "\ufdd1", "\ufdd2"
 """Noncharacters of Unicode: ESCAPE and the character after it stand for a text of `escaped`; BEGIN and END are around
@@ -37,94 +34,51 @@ FIRST = 0xF0000
 """The character after ESCAPE that stands for the first text; the others follow. It is of a plane for private use."""
 LARGEST_CONVERSATION = 1000
 """Messages, if the template has no {% generation %}: it then renders up to all of them for each of the assistant's."""
-
-
-class Span(NamedTuple):
-    """A part of a conversation's text; no token crosses its limits."""
-
-    text: str
-    is_trained: bool
-    is_ordinary: bool
-    """Whether special tokens in it are encoded as ordinary text."""
+THOUGHT = "</think>"
+"""What ends the reasoning in a message, which some templates drop."""
+TAGS = {
+    "generation": rf"{{%\1 generation %}}{{% if true %}}{{{{'{BEGIN}'}}}}{{% endif \2%}}",
+    "endgeneration": rf"{{%\1 if true %}}{{{{'{END}'}}}}{{% endif %}}{{% endgeneration \2%}}",
+}
+"""What is written for these tags of a template: all of it in blocks, so that white space beside them stays trimmed."""
+Regions = list[tuple[str, bool]]
+"""The parts of a rendered text in order, and whether they are trained on."""
 
 
 class Conversation(str):
-    """The text of a conversation, with the spans that it is made of."""
+    """The text of a conversation, or of its beginning up to an answer."""
 
-    spans: list[Span]
-
-    def __new__(cls, spans: list[Span]) -> "Conversation":
-        conversation = super().__new__(cls, "".join(span.text for span in spans))
-        conversation.spans = spans
-        return conversation
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """A sandbox in which a forbidden attribute is an error also where it is only printed."""
-
-    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
-        raise SecurityError(f"{attribute!r} of a value of type {type(obj).__name__} is forbidden")
-
-
-class _Generation(Extension):
-    """The block {% generation %} ... {% endgeneration %}, around what the assistant says."""
-
-    tags = frozenset({"generation"})
-
-    def parse(self, parser: Any) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
-
-    def _marked(self, caller: Any) -> str:
-        return f"{BEGIN}{caller()}{END}"
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)
-
-
-def _environment() -> jinja2.Environment:
-    extensions = [_Generation, "jinja2.ext.loopcontrols"]
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    for name in set(environment.globals) - {"range", "dict", "namespace"}:
-        del environment.globals[name]
-    del environment.filters["random"]
-    environment.globals["raise_exception"] = _raise_exception
-    environment.filters["tojson"] = _to_json
-    return environment
+    named: str
+    """The text, with special tokens by their names in `HuggingFaceTokenizer.ordinary`."""
+    trained: list[tuple[int, int]]
+    """The characters of `named` that are trained on, by their limits."""
+    is_beginning = False
+    """Whether another part of the same row follows."""
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer. Raises ConfigError if it has none, or one that cannot be read."""
+    """The chat template of a tokenizer. Raises ConfigError if it has none."""
 
     def __init__(self, tokenizer: Tokenizer):
         if not isinstance(tokenizer, HuggingFaceTokenizer):
             problem = "model.hf_assets_path: bytes have no chat template; name the folder of a tokenizer that has one"
             raise ConfigError([problem])
-        path = Path(tokenizer.path)
-        self.tokenizer, self.for_template = tokenizer, HuggingFaceTokenizer(path)
-        self.for_template.tokenizer.encode_special_tokens = False
-        self.file, source, self.special_tokens = _read(path if path.is_dir() else path.parent)
-        for name in ("bos", "eos"):
-            token = getattr(tokenizer, name)
-            if token is not None:
-                self.special_tokens[f"{name}_token"] = tokenizer.tokenizer.id_to_token(token)
-        added = tokenizer.tokenizer.get_added_tokens_decoder().values()
-        self.escaped = sorted((token.content for token in added if token.special), key=lambda text: (-len(text), text))
-        self.escaped += [ESCAPE, BEGIN, END]
+        self.tokenizer, self._searched, path = tokenizer, 0, Path(tokenizer.path)
+        folder = path if path.is_dir() else path.parent
+        files = [folder / name for name in ("chat_template.jinja", "tokenizer_config.json")]
+        self.file = next((file for file in files if file.exists()), files[-1])
+        if tokenizer.loaded.chat_template is None:
+            problem = f"model.hf_assets_path: {folder} has no chat template, neither chat_template.jinja nor "
+            problem += '"chat_template" in tokenizer_config.json; a model that was made for chat has one'
+            raise ConfigError([problem])
+        self.escaped = [*sorted(tokenizer.names, key=lambda text: (-len(text), text)), ESCAPE, BEGIN, END]
         self._pattern = re.compile("|".join(map(re.escape, self.escaped)))
-        self._numbers = {text: number for number, text in enumerate(self.escaped)}
-        try:
-            self.has_generation = bool(re.search(r"\{%[-+]?\s*generation\b", source))
-            self.template = _environment().from_string(source)
-        except Exception as error:  # of jinja2's parser, or of Python's for what that passes on
-            raise ConfigError([f"{self.file}: the chat template cannot be read: {_reason(error)}"]) from None
-        identity = json.dumps([source, self.special_tokens, self.escaped])
+        self._numbers = {text: number for number, text in enumerate([*self.escaped, THOUGHT])}
+        added = [token.content for token in tokenizer.tokenizer.get_added_tokens_decoder().values()]
+        self._written = re.compile(
+            "|".join([f"{ESCAPE}(?s:.?)", *map(re.escape, sorted(added, key=len, reverse=True))])
+        )
+        identity = json.dumps([tokenizer.loaded.chat_template, tokenizer.loaded.special_tokens_map, self.escaped])
         self.identity = hashlib.sha256(identity.encode("utf-8", "surrogatepass")).hexdigest()
 
     @staticmethod
@@ -132,95 +86,185 @@ class ChatTemplate:
         """Return the identity of a tokenizer's chat template."""
         return ChatTemplate(tokenizer).identity
 
-    def document(self, training: Training, values: dict[str, Any]) -> Conversation:
-        """Return the conversation of a row, by its columns. Raises ValueError if it is none, or cannot be rendered."""
+    def document(self, training: Training, values: dict[str, Any], unread: set[str]) -> list[Conversation]:
+        """Return the conversation of a row, by its columns, in the parts that are trained on; `unread` gets the keys of
+        its messages that the template does not read. Raises ValueError if it is none, or cannot be rendered."""
         restart_time_limit()
         try:
-            return self.conversation(messages_of(training, values))
+            row = conversation_of(training, values)
+            unread |= unread_keys(training, row.messages, self._source(row.tools))
+            special = training.special_tokens_in_text == "special"
+            if self._searched < N_SEARCHED and not special:  # the first conversations
+                self._searched, words = self._searched + 1, str(row.messages)
+                unread |= spelled(self.tokenizer, [words])
+            parts = self.parts(row.messages, row.tools, not_trained=row.not_trained, special=special)
         except (RecursionError, MemoryError) as error:
             raise ValueError(f"a conversation that is too large, or nested too deep: {type(error).__name__}") from None
+        parts = [part for part in parts if part.trained] or parts[-1:]
+        for part in parts[:-1]:
+            part.is_beginning = True
+        return parts
 
-    def conversation(self, messages: list[dict[str, Any]]) -> Conversation:
-        """Return the text of messages. Raises ValueError if the template cannot render them, or does so in a way that
-        does not tell what the assistant has said."""
+    def conversation(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> Conversation:
+        """Return the text of messages, with tools that the assistant may call. Raises ValueError as `parts` does."""
+        return self.parts(messages, tools)[-1]
+
+    def parts(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None = None,
+        *,
+        not_trained: Collection[int] = (),
+        special: bool = False,
+    ) -> list[Conversation]:
+        """Return the text of messages, after those of their beginnings whose last answer is rendered in another way
+        when others follow, such as without its reasoning. Messages whose indices are `not_trained` are not trained on.
+        With `special`, special tokens in messages are such. Raises ValueError if the template cannot render them, or
+        does so in a way that does not tell what the assistant has said."""
         if not any(message["role"] == "assistant" for message in messages):
             raise ValueError('no message has the role "assistant", so there is nothing to train on')
-        if len(messages) > LARGEST_CONVERSATION and not self.has_generation:
+        has_generation = bool(re.search(r"\{%[-+]?\s*generation\b", self._source(tools)))
+        if len(messages) > LARGEST_CONVERSATION and not has_generation:
             problem = f"{len(messages):,} messages: expected at most {LARGEST_CONVERSATION:,}; divide it, or put what "
             raise ValueError(f"{problem}the assistant says into {{% generation %}} in {self.file}")
-        escaped = [self._escape(message) for message in messages]
-        text = self._render(escaped)
+        messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        escaped, tools_escaped = self._escape(messages, special), self._escape(tools, special)
+        text = self._render(escaped, tools_escaped)
         text.encode()  # UnicodeEncodeError, which is a ValueError, if it has half of a surrogate pair
-        regions = _marked_regions(text) if self.has_generation else self._regions_by_prefixes(escaped, text)
-        spans = [span for region, is_trained in regions for span in self._spans(region, is_trained=is_trained)]
-        if not any(span.is_trained for span in spans):
+        if ESCAPE in text and self._read(text) != self._render(messages, tools):
+            problem = f"{self.file} reads special tokens in messages, which are ordinary text; set "
+            raise ValueError(f'{problem}training.special_tokens_in_text = "special", or remove them')
+        for number, message in enumerate(escaped, 1):
+            if isinstance(message.get("content"), list) and str(message["content"]) in text:
+                raise ValueError(f"{self.file} cannot render message {number}: its content is a list; write a string")
+        beginnings: list[Regions] = []
+        if has_generation:
+            regions = _marked_regions(text)
+            said = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+            if not_trained and len(said) != sum(is_said for _, is_said in regions):
+                problem = "does not have one {% generation %} for each of the assistant's messages, of which some are "
+                raise ValueError(f"{self.file} {problem}not to be trained on")
+            numbers = iter(said if not_trained else ())
+            regions = [(part, is_said and next(numbers, None) not in not_trained) for part, is_said in regions]
+        else:
+            regions, beginnings = self._regions_by_prefixes(escaped, tools_escaped, text, not_trained)
+        parts = [self._conversation(own) for own in [*beginnings, regions]]
+        if not not_trained and not any(part.trained for part in parts):
             raise ValueError(f"{self.file} renders nothing that the assistant has said")
-        return Conversation(spans)
+        return parts
 
     def prompt(self, text: str) -> list[int]:
         """Return the tokens of a user's message and of the beginning of the assistant's answer. Raises ValueError if
         the template cannot render them."""
-        rendered = self._render([self._escape({"role": "user", "content": text})], add_generation_prompt=True)
-        spans = list(self._spans(rendered, is_trained=True))
-        return self.encode([Conversation(spans)], "uint32")[0].tolist()
+        rendered = self._render(self._escape([{"role": "user", "content": text}]), add_generation_prompt=True)
+        tokens = self.encode([self._conversation([(rendered, False)])], "uint32")[0]
+        return (tokens - np.uint32(not_trained_bit("uint32"))).tolist()
 
     def encode(self, conversations: list[Conversation], dtype: DType) -> list[np.ndarray]:
-        """Return the tokens of each conversation; those that are not trained on have the bit `not_trained_bit`."""
-        spans = [span for conversation in conversations for span in conversation.spans]
-        tokens: list[Any] = [None] * len(spans)
-        for is_ordinary, tokenizer in ((True, self.tokenizer), (False, self.for_template)):
-            chosen = [index for index, span in enumerate(spans) if span.is_ordinary == is_ordinary]
-            for index, own in zip(chosen, tokenizer.encode([spans[index].text for index in chosen]), strict=True):
-                tokens[index] = own if spans[index].is_trained else own | np.uint32(not_trained_bit(dtype))
-        rest = iter(tokens)
-        return [np.concatenate([*itertools.islice(rest, len(own.spans))]).astype(dtype) for own in conversations]
+        """Return the tokens of each conversation; those that are not trained on have the bit `not_trained_bit`. A token
+        is trained on if it has a character that the assistant has said."""
+        texts, bit = [own.named for own in conversations], np.uint32(not_trained_bit(dtype))
+        encodings = self.tokenizer.encode_together(texts, self.tokenizer.ordinary, with_offsets=True)
+        tokens = []
+        for own, encoding in zip(conversations, encodings, strict=True):
+            begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+            limits = np.array([*own.trained, (2**62, 2**62)], np.int64)
+            near = limits[
+                np.searchsorted(limits[:, 1], begins, side="right")
+            ]  # the first that ends after the token begins
+            ids = np.array(encoding.ids, np.uint32)
+            tokens.append(np.where(near[:, 0] < np.maximum(ends, begins + 1), ids, ids | bit).astype(dtype))
+        return tokens
 
-    def _escape(self, value: Any) -> Any:
-        """Return a value with the texts of `escaped` in its strings replaced."""
+    def _source(self, tools: Any) -> str:
+        return self.tokenizer.loaded.get_chat_template(tools=tools)
+
+    def _escape(self, value: Any, special: bool = False) -> Any:
+        """Return a value with the texts of `escaped` in its strings replaced; `special`: but not special tokens."""
         if isinstance(value, dict):
-            return {key: self._escape(item) for key, item in value.items()}
+            return {key: self._escape(item, special) for key, item in value.items()}
         if isinstance(value, list):
-            return [self._escape(item) for item in value]
+            return [self._escape(item, special) for item in value]
         if isinstance(value, str):
-            return self._pattern.sub(lambda match: ESCAPE + chr(FIRST + self._numbers[match[0]]), value)
+            pattern = f"[{ESCAPE}{BEGIN}{END}]" if special else self._pattern
+            return re.sub(pattern, lambda match: ESCAPE + chr(FIRST + self._numbers[match[0]]), value)
         return value
 
-    def _render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
-        options = {"add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
-        try:
-            return self.template.render(messages=messages, **self.special_tokens, **options)
-        except Exception as error:  # whatever a template does
-            raise ValueError(f"{self.file} cannot render it: {_reason(error)}") from None
+    def _read(self, text: str, *, named: bool = False) -> str:
+        """Return a rendered text with what was escaped; `named`: and with special tokens by their names."""
 
-    def _regions_by_prefixes(self, messages: list[dict[str, Any]], text: str) -> Iterator[tuple[str, bool]]:
-        """Yield the parts of a rendered text in order, and whether the assistant has said them: what comes after the
-        messages before and the beginning of an answer, up to the end of the message."""
-        end = 0
-        for index, message in enumerate(messages):
-            if message["role"] == "assistant":
-                before = self._render(messages[:index], add_generation_prompt=True)
-                through = text if index == len(messages) - 1 else self._render(messages[: index + 1])
-                if not (text.startswith(through) and through.startswith(before) and len(before) >= end):
-                    problem = f"{self.file} renders message {index + 1} in another way when others follow it, so what "
-                    problem += "the assistant has said cannot be found; put it into {% generation %} in the template"
-                    raise ValueError(problem)
-                yield text[end : len(before)], False
-                yield text[len(before) : len(through)], True
-                end = len(through)
-        yield text[end:], False
-
-    def _spans(self, region: str, *, is_trained: bool) -> Iterator[Span]:
-        """Yield the spans of a part of a rendered text: the texts that were escaped, and what is between them."""
-        end = 0
-        for match in re.finditer(f"{ESCAPE}(.)", region, re.DOTALL):
-            if not 0 <= ord(match[1]) - FIRST < len(self.escaped):
+        def text_of_match(match: re.Match[str]) -> str:
+            if match[0][0] != ESCAPE:
+                return names.get(match[0], match[0])
+            number = ord(match[0][1:] or "\0") - FIRST
+            if not 0 <= number <= len(self.escaped):
                 raise ValueError(f"{self.file} changes the messages in a way that cannot be read back")
-            if match.start() > end:
-                yield Span(region[end : match.start()], is_trained, False)
-            yield Span(self.escaped[ord(match[1]) - FIRST], is_trained, True)
-            end = match.end()
-        if end < len(region):
-            yield Span(region[end:], is_trained, False)
+            return self.escaped[number] if number < len(self.escaped) else names.get(THOUGHT, THOUGHT)
+
+        names = self.tokenizer.names if named else {}
+        return self._written.sub(text_of_match, text)
+
+    def _render(self, messages: list[dict[str, Any]], tools: Any = None, *, add_generation_prompt: bool = False) -> str:
+        source = self._source(tools)
+        for tag, marked in TAGS.items():
+            source = re.sub(rf"\{{%([-+]?)\s*{tag}\s*([-+]?)%\}}", marked, source)
+        options = {"tools": tools, "chat_template": source, "add_generation_prompt": add_generation_prompt}
+        try:
+            return self.tokenizer.loaded.apply_chat_template(messages, tokenize=False, **options)
+        except Exception as error:  # whatever a template does
+            line = getattr(error, "lineno", None)
+            reason = f"line {line}: {reason_of(error)}" if line else reason_of(error)
+            raise ValueError(f"{self.file} cannot render it: {reason}") from None
+
+    def _regions_by_prefixes(
+        self, messages: list[dict[str, Any]], tools: Any, text: str, not_trained: Collection[int]
+    ) -> tuple[Regions, list[Regions]]:
+        """Return the regions of a rendered text, and those of the beginnings of a conversation that are rendered in
+        another way when more follows. The assistant has said what comes after the messages before and the beginning of
+        an answer, up to the end of the message."""
+        regions, beginnings, end = [], [], 0
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            through = text if index == len(messages) - 1 else self._render(messages[: index + 1], tools)
+            before = self._before(messages[: index + 1], tools, through)
+            if not through.startswith(before) and THOUGHT in str(message.get("content")):
+                # What is asked for begins with reasoning, which the template drops from any message: it may not see it.
+                thought = message["content"].replace(THOUGHT, ESCAPE + chr(FIRST + self._numbers[THOUGHT]))
+                through = self._render([*messages[:index], {**message, "content": thought}], tools)
+            if not through.startswith(before):
+                asked = show(before[len(_common(before, through)) :])
+                problem = f"{self.file} renders message {index + 1} in another way than an answer begins ({asked}), so "
+                problem += "what the assistant says cannot be found; put it into {% generation %} in the template"
+                raise ValueError(problem)
+            is_trained = index not in not_trained
+            if text.startswith(through) and len(before) >= end:
+                regions += [(text[end : len(before)], False), (text[len(before) : len(through)], is_trained)]
+                end = len(through)
+            elif is_trained:
+                beginnings.append([(before, False), (through[len(before) :], True)])
+        return [*regions, (text[end:], False)], beginnings
+
+    def _before(self, messages: list[dict[str, Any]], tools: Any, through: str) -> str:
+        """Return the rendered text before the last of some messages, which is an answer; `through` is that of all."""
+        if len(messages) > 1:
+            with contextlib.suppress(ValueError):  # some templates cannot render every beginning
+                return self._render(messages[:-1], tools, add_generation_prompt=True)
+        prompt = self._render(messages, tools, add_generation_prompt=True).removeprefix(through)
+        if prompt and prompt in through:
+            return through[: through.rindex(prompt) + len(prompt)]
+        other = self._render([*messages[:-1], {"role": "assistant", "content": END}], tools)
+        return _common(through, other)
+
+    def _conversation(self, regions: Regions) -> Conversation:
+        conversation = Conversation("".join(self._read(text) for text, _ in regions))
+        texts = [self._read(text, named=True) for text, _ in regions]
+        limits = itertools.pairwise(itertools.accumulate(map(len, texts), initial=0))
+        conversation.named = "".join(texts)
+        conversation.trained = [
+            own for own, (text, is_trained) in zip(limits, regions, strict=True) if is_trained and text
+        ]
+        return conversation
 
 
 def encode_questions(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
@@ -233,61 +277,17 @@ def encode_questions(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
         raise ConfigError([f"--chat: {error}"]) from None
 
 
-def _marked_regions(text: str) -> Iterator[tuple[str, bool]]:
-    """Yield the parts of a rendered text in order, and whether they are in a {% generation %} block."""
-    depth = 0
+def _common(one: str, other: str) -> str:
+    """Return what two texts begin with."""
+    return "".join(a for a, b in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def _marked_regions(text: str) -> Regions:
+    """Return the parts of a rendered text in order, and whether they are in a {% generation %} block."""
+    depth, regions = 0, []
     for part in re.split(f"([{BEGIN}{END}])", text):
         if part in (BEGIN, END):
             depth += 1 if part == BEGIN else -1
         else:
-            yield part, depth > 0
-
-
-def _reason(error: BaseException) -> str:
-    line = getattr(error, "lineno", None)
-    return f"line {line}: {reason_of(error)}" if line else reason_of(error)
-
-
-def _read(folder: Path) -> tuple[Path, str, dict[str, str]]:
-    """Return the file with a folder's chat template, the template, and the special tokens that the settings name."""
-    file, settings_file = folder / "chat_template.jinja", folder / "tokenizer_config.json"
-    settings: dict[str, Any] = {}
-    if settings_file.exists():  # HuggingFaceTokenizer has read it
-        settings = dict(json.loads(read_file(settings_file, LARGEST_FILE)))
-    special_tokens = {}
-    for name, token in settings.items():
-        content = token.get("content") if isinstance(token, dict) else token
-        if name.endswith("_token") and isinstance(content, str):
-            special_tokens[name] = content
-    if file.exists():
-        try:
-            return file, read_file(file, LARGEST_FILE).decode(), special_tokens
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError([f"{file}: cannot be read: {error}"]) from None
-    template = settings.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
-        template = named.get("default")
-    if not isinstance(template, str):
-        problem = (
-            f'model.hf_assets_path: {folder} has no chat template, neither chat_template.jinja nor "chat_template" '
-        )
-        raise ConfigError([problem + "in tokenizer_config.json; a model that was made for chat has one"])
-    return settings_file, template, special_tokens
-
-
-def messages_of(training: Training, values: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages of a row. Raises ValueError if it has none, or one without a role or a text."""
-    if training.dataset_format == "prompt_response":
-        roles = {"user": training.dataset_prompt_key, "assistant": training.dataset_response_key}
-        return [{"role": role, "content": text_of(values[column], column)} for role, column in roles.items()]
-    rows = values[training.dataset_messages_key]
-    if not isinstance(rows, list) or not rows:
-        raise ValueError(f"expected a list of messages in column {training.dataset_messages_key}")
-    messages = []
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict) or not isinstance(row.get("role"), str):
-            raise ValueError(f'message {number}: expected an object with a string "role", and "content"')
-        message = {key: value for key, value in row.items() if value is not None}  # parquet has null for a missing key
-        messages.append({**message, "content": text_of(row.get("content"), f"content of message {number}")})
-    return messages
+            regions.append((part, depth > 0))
+    return regions

@@ -143,6 +143,8 @@ class StreamingSequences:
             is_empty = position is None
             for begin, text in texts(shard, position):
                 tokens = encode_documents(self.tokenizer, [text])[0].astype(dtype)
+                if self.tokenizer.rows:
+                    self.tokenizer.rows.require(text, tokens)
                 if used > len(tokens):
                     problem = f"streaming shard {shard}: {used:,} tokens of a document of {len(tokens):,} are used"
                     raise ConfigError([f"checkpoint: {problem}: the dataset or state.json was changed"])

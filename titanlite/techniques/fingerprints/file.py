@@ -10,31 +10,43 @@ A tensor of the file is named "PHASE TENSOR": "input" is what the step began wit
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
+import torch
+from pydantic import Field
+from safetensors import SafetensorError, deserialize
 from safetensors.torch import save
 from torch import Tensor
 
-from titanlite.config.loader import ConfigError, printable
-from titanlite.files.durable import Record, first_problem, replace_file
-from titanlite.hf.load import open_safetensors
+from titanlite.config.hf.values import read_json_object
+from titanlite.config.loader import ConfigError, show
+from titanlite.config.regular_file import read_file
+from titanlite.files.durable import Int63, Record, parse, replace_file
 from titanlite.techniques.fingerprints.sketch import SIZE
 
 FOLDER = "fingerprints"
 KEY = "titanlite.fingerprints"
 """The key of the file's metadata that has the description, as JSON."""
+LARGEST_FILE = 2**27
+"""Bytes: those of half a million tensors."""
+LARGEST_SQUARE = 64
+"""The mean square of inner products over the squared norm is 1 on average, and never above 64 in practice: that is a
+chi-squared with 16 degrees of freedom above 1,024, whose probability is below 1e-200."""
+NAME = re.compile(r"(input|forward|backward|gradient|update) [\w.]{1,200}( \w{1,40})?", re.ASCII)
+Dtype = Literal["float64", "float32", "bfloat16", "float16", "float8", "int8", "int4"]
+Name, Number = Annotated[str, Field(pattern="^[A-Za-z][A-Za-z0-9_ -]{0,39}$")], Annotated[float, Field(ge=1, le=2**53)]
 
 
 class Description(Record):
     """What the run of a fingerprint was, as far as a comparison needs it."""
 
-    step: int
-    compute_dtype: str
-    """Of matrix products: a name of torch's, or float8 or int8."""
-    weights_dtype: str
-    state_dtype: str
-    """Of optimizer states: a name of torch's, or int8, int4 or float8."""
-    counts: dict[str, float]
+    step: Int63
+    compute_dtype: Dtype
+    """Of matrix products."""
+    weights_dtype: Dtype
+    state_dtype: Dtype
+    """Of optimizer states."""
+    counts: Annotated[dict[Name, Number], Field(max_length=40)]
     """What gradients could be multiplied by if the layout were wrong: degrees, and numbers of tokens."""
 
 
@@ -49,28 +61,36 @@ def write(folder: Path, description: Description, fingerprints: Mapping[str, Ten
 
 def steps_of(folder: Path) -> list[int]:
     """Return the steps that a run's folder has fingerprints of, ascending."""
-    names = (re.fullmatch(r"step-(\d{1,18})\.safetensors", path.name) for path in (folder / FOLDER).glob("step-*"))
+    name = re.compile(r"step-(0|[1-9][0-9]{0,17})\.safetensors")
+    names = (name.fullmatch(path.name) for path in (folder / FOLDER).glob("step-*"))
     return sorted(int(name[1]) for name in names if name)
 
 
 def read(folder: Path, step: int) -> tuple[Description, dict[str, Tensor]]:
-    """Return the description and the fingerprints of a step of a run.
-
-    Raises:
-        ConfigError: if the file cannot be read or is not such a file.
-    """
-    path = _path(folder, step)
-    with open_safetensors(path, "write") as tensors:
-        description: Any = (tensors.metadata() or {}).get(KEY, "")
-        fingerprints = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118, it has no iterator
+    """Return the description and the fingerprints of a step of a run. Raises ConfigError if the file cannot be read or
+    is not such a file."""
+    path, fingerprints = _path(folder, step), {}
     try:
-        described = Description.model_validate_json(description)
-    except ValueError as error:
-        raise ConfigError([f"{path}: {KEY} in its metadata: {first_problem(error)}"]) from None
-    for name, tensor in fingerprints.items():
-        if tensor.shape != (SIZE,) or not tensor.is_floating_point():
-            raise ConfigError([f"{path}: {printable(name)}: expected {SIZE} floating-point numbers"])
-    return described, {name: tensor.double() for name, tensor in fingerprints.items()}
+        content = read_file(path, LARGEST_FILE)
+        tensors = deserialize(content)
+        header = read_json_object(path, content[8 : 8 + int.from_bytes(content[:8], "little")])
+        description = read_json_object(path, (header.get("__metadata__") or {}).get(KEY, "{}").encode())
+    except OSError as error:
+        raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from None
+    except (SafetensorError, ValueError) as error:
+        raise ConfigError([f"{path}: cannot be read as safetensors ({error}); write it again"]) from None
+    described = parse(Description, description, f"{path}: {KEY} in its metadata")
+    if described.step != step or not {"sequences", "tokens"} <= described.counts.keys() or not tensors:
+        expected = f"expected some tensors, step = {step}, and counts of sequences and tokens"
+        raise ConfigError([f"{path}: {KEY} in its metadata: {expected}"])
+    for name, tensor in tensors:
+        if NAME.fullmatch(name) and (tensor["dtype"], tensor["shape"]) == ("F64", [SIZE]):
+            fingerprints[name] = own = torch.frombuffer(tensor["data"], dtype=torch.float64)
+            if not (own[0] < 0 or own[1:].square().mean() > LARGEST_SQUARE * own[0]):  # they may be NaN
+                continue
+        expected = f"expected a phase, the name of a tensor, and {SIZE} float64 numbers: squared norm, inner products"
+        raise ConfigError([f"{path}: {show(name[:80])}: {expected}"])
+    return described, fingerprints
 
 
 def _path(folder: Path, step: int) -> Path:

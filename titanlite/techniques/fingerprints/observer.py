@@ -24,15 +24,12 @@ from titanlite.train_step import Observer, TrainStep
 
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 """The states of all optimizers that have the shape of a parameter."""
+AXES = "data", "context", "tensor"
 
 
 class Place:
-    """Tells which tokens of the global batch this rank's rows of activations are.
-
-    Args:
-        shard: the tokens of every sequence that this rank has.
-        degree: of data parallelism.
-    """
+    """Tells which tokens of the global batch this rank's rows of activations are. `shard`: the tokens of every sequence
+    that this rank has; `degree`: of data parallelism."""
 
     def __init__(self, layout: Layout, shard: SequenceShard, seq_len: int, degree: int):
         self.data_rank, self.degree, self.seq_len = layout.data_rank, degree, seq_len
@@ -41,12 +38,9 @@ class Place:
 
     def rows(self, n_rows: int, call: int, *, sequence_parallel: bool = True) -> Tensor:
         """Return the global index of each row of an activation, [n_rows] int64: the index of its sequence in the global
-        batch times the length of a sequence, plus its position.
-
-        Args:
-            call: number of the forward of this module in the step. Each has as many sequences.
-            sequence_parallel: whether tensor-parallel ranks have shards of the rows.
-        """
+        batch times the length of a sequence, plus its position. `call`: number of the forward of this module in the
+        step, each of which has as many sequences; `sequence_parallel`: tensor-parallel ranks have shards of the
+        rows."""
         n_shards = self.tensor_degree if sequence_parallel else 1
         n_tokens, first = len(self.positions), self.tensor_rank * n_rows if sequence_parallel else 0
         token = torch.arange(first, first + n_rows)
@@ -55,15 +49,10 @@ class Place:
 
 
 class Fingerprints(Observer):
-    """Writes the fingerprints of every `freq`-th step, and of the first one. Every rank must make the same calls.
-
-    It has to be the first of the observers, since a later one may run the forward and backward again.
-
-    Args:
-        full_model: on the meta device; has the names of all stages.
-        shard: the tokens of every sequence that this rank has.
-        guard: has the loss scale of a step.
-    """
+    """Writes the fingerprints of every `freq`-th step, and of the first one. Every rank must make the same calls. It
+    has to be the first of the observers, since a later one may run the forward and backward again. `full_model`, on
+    the meta device, has the names of all stages; `shard` the tokens of every sequence that this rank has; `guard` the
+    loss scale of a step."""
 
     def __init__(
         self,
@@ -91,9 +80,7 @@ class Fingerprints(Observer):
             weights_dtype=training.dtype,
             state_dtype=training.dtype if states == "auto" else states,
             counts={
-                "data parallel": parallelism.data_parallel_degree,
-                "context parallel": parallelism.context_parallel_degree,
-                "tensor parallel": parallelism.tensor_parallel_degree,
+                **{f"{axis} parallel": getattr(parallelism, f"{axis}_parallel_degree") for axis in AXES},
                 "pipeline stages": parallelism.n_stages,
                 "microbatches": getattr(train_step.runner, "n_microbatches", 1),
                 "sequences": training.global_batch_size,
@@ -102,20 +89,16 @@ class Fingerprints(Observer):
         )
         self._entries, self._entries_of_update = entries(full_model)
         self._names = {parameter: name for name, parameter in train_step.model.named_parameters()}
-        self._own: dict[str, Tensor] = {}
-        """What this rank contributes to the fingerprints of the step."""
-        self._full: dict[str, Tensor] = {}
-        """The fingerprints of the step that are summed over the ranks."""
+        self._own: dict[str, Tensor] = {}  # what this rank contributes to the fingerprints of the step
+        self._full: dict[str, Tensor] = {}  # the fingerprints of the step that are summed over the ranks
         self._is_active = self._awaits_update = False
-        self._updated_step: int | None = None
-        """The step whose update `_full` has."""
+        self._updated_step: int | None = None  # whose update `_full` has
         self._calls, self._seen = Counter[str](), set[tuple[str, int]]()
         model = train_step.model
         modules = {"tok_embeddings": model.tok_embeddings, "norm": model.norm}
         modules |= {f"layers.{number}": block for number, block in model.layers.items()}
-        for name, module in modules.items():
-            if module is not None:
-                module.register_forward_hook(functools.partial(self._see_output, name))
+        for name in [name for name, module in modules.items() if module is not None]:
+            modules[name].register_forward_hook(functools.partial(self._see_output, name))
         optimizer.register_step_post_hook(lambda *_: self._see_update())
 
     def before_backward(self, step: int) -> None:
@@ -125,8 +108,7 @@ class Fingerprints(Observer):
             return
         self._own, self._calls, self._seen = {}, Counter(), set()
         if self._updated_step == step - 1:
-            updated = {name: each for name, each in self._full.items() if name.startswith("update ")}
-            self._full = {name.replace("update", "input", 1): each for name, each in updated.items()}
+            self._full = {f"input{name[6:]}": each for name, each in self._full.items() if name.startswith("update ")}
         else:
             self._full = {}
             self._add_weights_and_states("input")
@@ -153,7 +135,7 @@ class Fingerprints(Observer):
         loss, n_valid, *_ = self._full.pop("loss")
         self._full["forward loss"] = scaled(loss.new_ones(SIZE), loss / n_valid)
         counts = {"valid tokens": n_valid.item(), "accumulation steps": len(batches)}
-        counts = self.description.counts | counts
+        counts = {name: count for name, count in (self.description.counts | counts).items() if count}
         self.description = self.description.model_copy(update={"step": step, "counts": counts})
         self._write()
         self._awaits_update = True
@@ -215,8 +197,7 @@ class Fingerprints(Observer):
         dist.all_reduce(sums)
         added[[index for index, name in enumerate(names) if name in self._own]] = 1
         dist.all_reduce(added)  # on the host, as names are
-        n_replicas = sums[:, -1:]
-        sums = sums[:, :-1] / n_replicas.where(n_replicas > 0, 1)
+        sums = sums[:, :-1] / sums[:, -1:].where(sums[:, -1:] > 0, 1)
         return {name: own for name, own, n in zip(names, sums, added.tolist(), strict=True) if n}
 
     def _write(self) -> None:

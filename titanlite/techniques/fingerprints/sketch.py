@@ -42,13 +42,10 @@ def fingerprint(name: str, matrix: Tensor, rows: Tensor, first_column: int = 0) 
         rows: [R] int64, the global index of each row.
         first_column: global index of the first column.
     """
-    device = matrix.device
-    seed = parameter_seed(0, name)
+    device, seed = matrix.device, parameter_seed(0, name)
     row_hashes = _hash(rows.to(device), seed)
-    columns = torch.arange(first_column, first_column + matrix.shape[1], device=device)
-    column_hashes = _hash(columns, seed + 1)
-    column_signs = _signs(column_hashes)
-    total = torch.zeros(SIZE, dtype=torch.float64, device=device)
+    column_hashes = _hash(torch.arange(first_column, first_column + matrix.shape[1], device=device), seed + 1)
+    column_signs, total = _signs(column_hashes), torch.zeros(SIZE, dtype=torch.float64, device=device)
     n_rows = max(CHUNK_ELEMENTS[device.type] // max(matrix.shape[1], 1), 1)
     for chunk, hashes in zip(matrix.split(n_rows), row_hashes.split(n_rows), strict=True):
         # The highest bit of a product of two odd numbers is the sign s.
@@ -74,11 +71,12 @@ def scaled(own: Tensor, factor: Tensor | float) -> Tensor:
 
 def distance(a: Tensor, b: Tensor) -> float:
     """Return the estimate of the relative distance of two tensors from their fingerprints: of their difference's norm,
-    over the larger norm. 0 if both are zero; infinite if a number of either is not finite."""
+    over the larger norm. It is no less than the difference of the norms, which is exact. 0 if both are zero; infinite
+    if a number of either is not finite."""
     if not (a.isfinite().all() and b.isfinite().all()):
         return math.inf
-    norm = max(a[0].item(), b[0].item()) ** 0.5
-    return (a - b)[1:].square().mean().sqrt().item() / norm if norm else 0.0
+    smaller, larger = sorted(fingerprint[0].item() ** 0.5 for fingerprint in (a, b))
+    return max((a - b)[1:].square().mean().sqrt().item(), larger - smaller) / larger if larger else 0.0
 
 
 def _hash(indices: Tensor, seed: int) -> Tensor:

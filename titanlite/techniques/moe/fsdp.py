@@ -16,10 +16,10 @@ from titanlite.parallel.shards import local_shard
 
 
 def shard_block_with_experts(
-    layout: Layout, training: Training, block: nn.Module, **settings: Any
+    block: nn.Module, layout: Layout, training: Training, **settings: Any
 ) -> dict[nn.Module, DeviceMesh]:
-    """Shard a block as fsdp.fully_shard_block does, and return its units besides itself. Experts under expert parallel
-    are sharded over efsdp. The weight of a router is not rounded to the precision of mixed precision."""
+    """Shard a block, and return its units besides itself, with their meshes. Experts under expert parallel are
+    sharded over efsdp. The weight of a router is not rounded to the precision of mixed precision."""
     modules, units = dict(block.feed_forward.named_children()), {}
     settings |= _experts_over(layout.mesh["fsdp"].size())
     if "experts" in modules and layout.expert_mesh:

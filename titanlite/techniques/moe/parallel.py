@@ -10,7 +10,7 @@ parallel, the layer: fsdp x tp = efsdp x ep. Of a mixture of experts
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,43 +22,39 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from titanlite.techniques.moe import counts
+from titanlite.techniques.moe.fsdp import shard_block_with_experts
 from titanlite.techniques.moe.layer import Experts, Keep, MixtureOfExperts, order_by_expert
 from titanlite.techniques.moe.operators import Operators
 
 SEQUENCE = Shard(0)  # of an activation [N, D]
 
 
-def apply_expert_parallel(blocks: Iterable[nn.Module], tensor: DeviceMesh | None, expert: DeviceMesh | None) -> None:
-    """Shard the mixtures of experts of these blocks over one-dimensional meshes, in place; None: there is no such
-    axis."""
-    for block in blocks:
-        if isinstance(block.feed_forward, MixtureOfExperts):
-            _shard(block.feed_forward, tensor, expert)
+class ShardableMixture(MixtureOfExperts):
+    fully_shard_block = staticmethod(shard_block_with_experts)
 
-
-def _shard(module: MixtureOfExperts, tensor: DeviceMesh | None, expert: DeviceMesh | None) -> None:
-    experts = module.experts
-    outputs, inputs = (Shard(0), Shard(0)) if expert else (Shard(1), Shard(2))
-    of_bias = {"w1_bias": outputs, "w2_bias": Shard(0) if expert else Replicate(), "w3_bias": outputs}
-    placements = {"w1": outputs, "w2": inputs, "w3": outputs, **of_bias}
-    for name, _ in list(experts.named_parameters()):
-        _distribute(experts, name, expert or tensor, placements[name])
-    adds_bias = expert is not None or tensor.get_local_rank() == 0  # where outputs are sums over ranks, the first one
-    experts.weights = functools.partial(_local_weights, experts, adds_bias)
-    if expert:
-        module.sort_key = functools.partial(_by_local_expert, expert.size(), module.router.n_experts)
-        module.compute = functools.partial(_exchange, experts, expert.get_group())
-    if tensor:
-        for name, _ in list(module.router.named_parameters()):
-            _distribute(module.router, name, tensor, Replicate())
-        module.router.local_weights = lambda: [local_weight(weight) for weight in module.router.parameters()]
-        for name, placement in (("w1", Shard(0)), ("w2", Shard(1)), ("w3", Shard(0))) if module.shared else ():
-            layer = getattr(module.shared, name)
-            _distribute(layer, "weight", tensor, Replicate() if expert else placement)
-            layer.forward = functools.partial(_local_linear, layer)
-        # Without EP each rank routes all tokens. Then the auxiliary losses of one rank count.
-        module.router.contributes = expert is not None or tensor.get_local_rank() == 0
-        module.forward = functools.partial(_on_own_tokens if expert else _on_all_tokens, module.forward, tensor)
+    def shard_weights(self, tensor: DeviceMesh | None, expert: DeviceMesh | None) -> None:
+        """See parallel/own_rules.py: without EP, experts are sharded over `tensor`."""
+        experts = self.experts
+        outputs, inputs = (Shard(0), Shard(0)) if expert else (Shard(1), Shard(2))
+        of_bias = {"w1_bias": outputs, "w2_bias": Shard(0) if expert else Replicate(), "w3_bias": outputs}
+        placements = {"w1": outputs, "w2": inputs, "w3": outputs, **of_bias}
+        for name, _ in list(experts.named_parameters()):
+            _distribute(experts, name, expert or tensor, placements[name])
+        is_first = expert is not None or tensor.get_local_rank() == 0  # of the ranks whose outputs are summed
+        experts.weights = functools.partial(_local_weights, experts, is_first)
+        if expert:
+            self.sort_key = functools.partial(_by_local_expert, expert.size(), self.router.n_experts)
+            self.compute = functools.partial(_exchange, experts, expert.get_group())
+        if tensor:
+            for name, _ in list(self.router.named_parameters()):
+                _distribute(self.router, name, tensor, Replicate())
+            self.router.local_weights = lambda: [local_weight(weight) for weight in self.router.parameters()]
+            for name, layer in self.shared.named_children() if self.shared else ():
+                placement = Shard(1 if name == "w2" else 0)
+                _distribute(layer, "weight", tensor, Replicate() if expert else placement)
+                layer.forward = functools.partial(_local_linear, layer)
+            self.router.contributes = is_first  # without EP each rank routes all tokens
+            self.forward = functools.partial(_on_own_tokens if expert else _on_all_tokens, self.forward, tensor)
 
 
 def _local_weights(experts: Experts, adds_bias: bool) -> list[Tensor]:

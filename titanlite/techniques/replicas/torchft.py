@@ -54,7 +54,6 @@ class Replicas(OneGroup):
         section: the options of [fault_tolerance].
         comm: its init_timeout_seconds is how long a group may take to send its state.
         identity: what groups of the same run share, plain JSON.
-        tokens_per_step: tokens of a step of all groups.
         signals: tells whether this rank was asked to stop, while the group waits for others.
 
     Raises:
@@ -68,12 +67,10 @@ class Replicas(OneGroup):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         identity: list[Any],
-        tokens_per_step: int,
         device: torch.device,
         signals: Signals,
     ):
         self.section, self.device, self.identity, self.signals = section, device, _hash_of(identity), signals
-        self.tokens_per_step = tokens_per_step
         self.living: list[int] = []
         """Numbers of the groups that have taken part in the last step."""
         self._in_step, self._is_member, self._is_loading, self._healed = False, False, False, False
@@ -145,7 +142,7 @@ class Replicas(OneGroup):
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint has of the groups, as plain JSON."""
-        return {"batches_of_groups": self.batches, "history": self._history}
+        return {"batches_of_groups": self.manager.batches_committed(), "history": self._history}
 
     def steps(self, last_step: int, last: int) -> Iterator[int]:
         """Yield the number of each step, the same one again if it did not count, until `last` has been taken. The state
@@ -252,7 +249,7 @@ class Replicas(OneGroup):
         return None
 
     def totals(
-        self, loss_sum: Tensor, valid: Tensor, parameters: Iterable[nn.Parameter], signals: Signals
+        self, loss_sum: Tensor, valid: Tensor, parameters: Iterable[nn.Parameter], signals: Signals, *counts: float
     ) -> Totals | None:
         """Sum what a step has computed, over the ranks of this group and over the living groups; see OneGroup. The
         gradient norm is that of any group, since gradients are sums, but for what different hardware rounds
@@ -260,13 +257,14 @@ class Replicas(OneGroup):
         members = list(parameters)
         self._sum_shards([local_shard(parameter.grad) for parameter in members if parameter.grad is not None])
         norm = gradient_norm(members, self.device)
-        loss, stopping, saving = sum_over_ranks(loss_sum, signals)
-        both = torch.stack([loss, norm])
-        self.sum(both)
+        loss, stopping, saving, *counted = sum_over_ranks(loss_sum, signals, *counts)
+        sums = torch.stack([loss, norm, *counted])
+        self.sum(sums)
         step = self.manager.current_step() + 1
         if not self._committed(step):
             return None
-        return Totals(torch.stack([both[0] / valid, both[1] / max(len(self.living), 1), stopping, saving]))
+        loss, norm, *counted = sums
+        return Totals(torch.stack([loss / valid, norm / max(len(self.living), 1), stopping, saving, *counted]))
 
     def _sum_shards(self, shards: list[Tensor]) -> None:
         """Sum plain tensors over the living groups, in place."""
@@ -312,15 +310,9 @@ class Replicas(OneGroup):
         """Return the last step of the run, if another group has taken it, and this one got its state."""
         return self._last if self.has_state_of_another and not is_last else step
 
-    @property
-    def batches(self) -> int:
-        """Number of batches of groups that the weights are trained on: one for each living group in each step."""
-        return self.manager.batches_committed()
-
     def metrics(self) -> dict[str, float]:
         """Return values of the last step by tag."""
-        tokens = self.batches * self.tokens_per_step // self.section.group_size
-        return {"n_tokens_seen": tokens, "replica_groups": len(self.living)}
+        return {"replica_groups": len(self.living)}
 
     def _shared_tensors(self) -> list[Tensor]:
         """Return what must be the same in all groups: this rank's weights, and optimizer states if there are any, as

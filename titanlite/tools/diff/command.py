@@ -2,7 +2,8 @@
 
 Prints the first tensor, in the order of computation, that differs by more than its inputs and the precision explain,
 and the distances of all modules in that step. The runs may have different layouts, precisions and machines, but must
-have the same model and batches. Exit status: 0 they agree; 1 they differ; 2 they cannot be compared.
+have the same model and batches. Exit status: 0 they agree; 1 they differ; 2 they cannot be compared, or some tensor
+cannot: one run lacks it, or rounding may drive right ones as far apart as these are.
 """
 
 from pathlib import Path
@@ -26,14 +27,13 @@ def main(argv: list[str]) -> int:
         raise ConfigError([f"{run}: no such folder" for run in missing])
     # Here, since it takes seconds to import torch, and --help and wrong arguments need none.
     from titanlite.tools.diff.compare import compare_runs
-    from titanlite.tools.diff.report import report
+    from titanlite.tools.diff.report import judge, report
 
     steps = list(compare_runs(a, b))
-    first = next((step for step in steps if step.first), None)
-    Console(highlight=False, soft_wrap=True).print(report(steps, first, a, b))
+    Console(highlight=False, soft_wrap=True).print(report(steps, a, b))
     if arguments.html:
         from titanlite.tools.diff.figures import write_html  # here: matplotlib takes a second to import
 
-        write_html(steps, first, a, b, arguments.html)
+        write_html(steps, a, b, arguments.html)
         print(f"wrote {arguments.html}")
-    return 1 if first else 0
+    return judge(steps)[0]

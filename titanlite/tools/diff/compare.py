@@ -14,26 +14,46 @@ import torch
 from torch import Tensor
 
 from titanlite.config import ConfigError
+from titanlite.launch.progress import progress
 from titanlite.techniques.fingerprints import file
 from titanlite.techniques.fingerprints.file import Description
 from titanlite.techniques.fingerprints.sketch import N_PRODUCTS, distance
 from titanlite.tools.diff.computation import GRADIENT_NORM, inputs_of_entries, module_of
 
-GROWTH = 32
+GROWTH, LARGE, GROWTH_OF_OUTPUT = 32, 0.5, 12
 """A tensor may differ by this many times as much as its inputs, or as rounding once. Between right layouts, 20 times
-was the most in 1,000 steps (benchmarks/logs/fingerprints.log). Both distances may be wrong by a factor of 2."""
+was the most in 1,000 steps (benchmarks/logs/fingerprints.log). Both distances may be wrong by a factor of 2. Distances
+from LARGE on are only half as many times those of their inputs: 11 times was the most there; the output of a block,
+which is its input and more, at most 12 times: 5 was the most."""
+PRODUCTS_ONLY = {"float8": 4, "int8": 4}
+"""The same for rounding to types to which only the operands of a block's seven matrix products are rounded: two right
+blocks are sqrt(14) roundings apart, or less. 1.4 was the most."""
 GROWTH_OF_ROOT = 16
 """The same for what turns a small difference into a large one in some elements: Adam takes a step of full size in the
 direction of a gradient that is rounding only, and a router sends a token to another expert. Of a relative distance d
 about a fraction d of the elements is affected, so the distance grows with the root of d. 7 times was the most, of Muon
 in bfloat16, whose iteration magnifies what is small."""
-LIKELY = 1e-3
-"""Where fewer tokens than this are expected to be sent to other experts, none is."""
+LIKELY = 1e-3  # where fewer tokens than this are expected to be sent to other experts, none is
+FACTOR, GROWTH_OF_FACTOR = 0.25, 8
+"""Rounding is nearly orthogonal to a tensor, and adds to the norms of both. So one may be a multiple of the other by no
+more than the first, as a fraction of the larger, or the second times their inputs' distance: 4.4 times was the most."""
+MULTIPLE = 0.3
+"""Where more than this fraction of a tensor is no multiple of the other, it is not taken for one."""
+FAR = 0.7
+"""Of two tensors that have nothing in common, whose distance is sqrt(2), one in 1,000 has an estimate below this."""
+ZERO = 0.02
+"""A gradient that is smaller than this part of one rounding of the largest of its module is zero but for rounding.
+Those of biases of keys, without rotary embedding, were 0.001 to 0.003 of one in float64, float32 and bfloat16."""
 SUMMED = 1e-13
 """Relative distance of the fingerprints of equal tensors, whose float64 sums are taken in another order."""
-SAME_BATCH = ("sequences", "tokens")
-ROUNDING = {"float8": 2**-4, "int8": 2**-6, "int4": 2**-2}
-"""Relative rounding errors of types that are none of torch's, or scaled by block."""
+ROUNDING = {
+    **{name: torch.finfo(getattr(torch, name)).eps / 2 for name in ("float64", "float32", "bfloat16", "float16")},
+    **{"float8": 2**-4 / math.sqrt(3), "int8": 2**-6, "int4": 2**-2},
+}
+"""The largest relative error of rounding; in float8, the mean error of a product of matrices (PRODUCT_ERROR of
+tests/parallel/test_layouts.py)."""
+Distances = Mapping[str, float]
+Descriptions = tuple[Description, Description]
 
 
 class Entry(NamedTuple):
@@ -44,12 +64,13 @@ class Entry(NamedTuple):
     allowed: float
     ratio: float
     """The constant by which B is a multiple of A; 1 where it is equal or no multiple."""
-    norms: tuple[float, float]
+    is_coarse: bool
+    """Whether rounding explains so much that a wrong tensor would not have been told from this one."""
 
     @property
     def differs(self) -> bool:
         """Whether the tensor differs by more than its inputs and rounding explain."""
-        return self.distance > self.allowed
+        return not self.distance <= self.allowed  # NaN explains nothing
 
 
 class Step(NamedTuple):
@@ -68,153 +89,140 @@ class Step(NamedTuple):
 
 
 def compare_runs(a: Path, b: Path) -> Iterable[Step]:
-    """Yield the comparison of each step that both runs have fingerprints of.
-
-    Raises:
-        ConfigError: if there is no such step, a file is damaged, or the runs have global batches of other sizes.
-    """
+    """Yield the comparison of each step that both runs have fingerprints of. Raises ConfigError if there is none, a
+    file is damaged, or the runs have global batches of other sizes."""
     steps_a, steps_b = file.steps_of(a), file.steps_of(b)
-    for folder, steps in ((a, steps_a), (b, steps_b)):
-        if not steps:
-            raise ConfigError([f"{folder}: no fingerprints; set debug.fingerprint_freq"])
-    common = sorted({*steps_a} & {*steps_b})
+    if not (steps_a and steps_b):
+        raise ConfigError([f"{b if steps_a else a}: no fingerprints; set debug.fingerprint_freq"])
+    common, before = sorted({*steps_a} & {*steps_b}), Step(-1, [], ([], []), ())
     if not common:
-        raise ConfigError([f"{a} and {b}: no step in common: {_range(steps_a)} and {_range(steps_b)}"])
-    before = Step(-1, [], ([], []), ())
-    for number in common:
-        (of_a, in_a), (of_b, in_b) = file.read(a, number), file.read(b, number)
-        for count in SAME_BATCH:
-            if of_a.counts.get(count) != of_b.counts.get(count):
-                problem = f"{count} of the global batch: {of_a.counts.get(count)} and {of_b.counts.get(count)}"
-                raise ConfigError([f"{a} and {b}: step {number}: {problem}; compare runs with the same batches"])
-        explained = {e.name: e.distance for e in before.entries} if before.number == number - 1 else {}
-        entries = compare_step(in_a, in_b, (of_a, of_b), explained, is_first=number == common[0])
-        before = Step(number, entries, (sorted({*in_b} - {*in_a}), sorted({*in_a} - {*in_b})), (of_a, of_b))
-        yield before
-
-
-def _range(steps: list[int]) -> str:
-    return f"{steps[0]} to {steps[-1]}"
+        ranges = " and ".join(f"{steps[0]} to {steps[-1]}" for steps in (steps_a, steps_b))
+        raise ConfigError([f"{a} and {b}: no step in common: {ranges}"])
+    with progress("comparing", total=len(common), unit="steps") as advance:
+        for number in common:
+            (of_a, in_a), (of_b, in_b) = file.read(a, number), file.read(b, number)
+            for what in ("sequences", "tokens"):
+                if of_a.counts[what] != of_b.counts[what]:
+                    problem = f"step {number}: {what} of the global batch: {of_a.counts[what]} and {of_b.counts[what]}"
+                    raise ConfigError([f"{a} and {b}: {problem}; compare runs with the same batches"])
+            explained = {e.name: e.distance for e in before.entries} if before.number == number - 1 else {}
+            entries = compare_step(in_a, in_b, (of_a, of_b), explained, is_first=number == common[0])
+            missing = tuple(sorted(one.keys() - other.keys()) for one, other in ((in_b, in_a), (in_a, in_b)))
+            before = Step(number, entries, missing, (of_a, of_b))
+            yield before
+            advance()
 
 
 def compare_step(
-    a: Mapping[str, Tensor],
-    b: Mapping[str, Tensor],
-    descriptions: tuple[Description, Description],
-    before: Mapping[str, float],
-    *,
-    is_first: bool,
+    a: Mapping[str, Tensor], b: Mapping[str, Tensor], descriptions: Descriptions, before: Distances, *, is_first: bool
 ) -> list[Entry]:
     """Return the comparison of the tensors of a step that both runs have. `before` has the distances of the step before
     by name, if that has fingerprints."""
-    a, b = ({**fingerprints, GRADIENT_NORM: _gradient_norm(fingerprints)} for fingerprints in (a, b))
-    inputs = inputs_of_entries({*a} & {*b})
+    inputs = inputs_of_entries(a.keys() & b.keys())
+    a, b = ({name: own[name] for name in inputs if name in own} for own in (a, b))
+    a, b = (own | {GRADIENT_NORM: _gradient_norm(own)} for own in (a, b))
     distances = {name: distance(a[name], b[name]) for name in inputs}
     norms = {name: max(_norm(a[name]), _norm(b[name])) for name in inputs}
-    limits = _Limits(descriptions, distances, norms, before, is_first=is_first)
-    entries = []
+    limits, entries = _Limits(descriptions, norms, before, is_first=is_first), []
+    used = {name: far for name, far in distances.items() if " ".join(name.split(" ")[:2]) not in limits.unused}
+    lists = {id(own): own for own in inputs.values()}  # many tensors have the same one
+    largest = {key: max([used[each] for each in own if each in used], default=0.0) for key, own in lists.items()}
     for name, own in inputs.items():
-        tensors, far, allowed = (a[name], b[name]), distances[name], limits.allowed(name, own)
+        tensors, far, explained = (a[name], b[name]), distances[name], largest[id(own)]
         phase, _, tensor = name.partition(" ")
-        if phase == "update" and tensor in limits.parameters and f"input {tensor}" in inputs:
-            # The change of the weight is compared, since the weight itself is far larger.
-            tensors = tuple(_change(each[f"input {tensor}"], each[name]) for each in (a, b))
-            far = distance(*tensors)
-            allowed += GROWTH * limits.of_weights * _norm(a[name]) / (max(map(_norm, tensors)) or 1)
-        ratio = constant_ratio(*tensors, tolerance=allowed) if far > allowed else 1.0
-        entries.append(Entry(name, far, allowed, ratio, (_norm(a[name]), _norm(b[name]))))
+        allowed, is_far = limits.allowed(name, explained), False
+        if phase == "update" and " " not in tensor:
+            is_far = f"input {tensor}" not in inputs
+            if not is_far:  # The change of the weight is compared, since the weight itself is far larger.
+                tensors = tuple(_change(each[f"input {tensor}"], each[name]) for each in (a, b))
+                far = distance(*tensors)
+                allowed += GROWTH * limits.of_weights * _norm(a[name]) / (max(map(_norm, tensors)) or 1)
+        ratio = constant_ratio(*tensors, tolerance=allowed) if far > min(allowed, FACTOR) else 1.0
+        factor = max(FACTOR, GROWTH_OF_FACTOR * explained)
+        if abs(ratio - 1) > factor * max(ratio, 1) and allowed < math.inf:
+            allowed = min(allowed, factor)
+        of_a, of_b = map(_norm, tensors)
+        is_far |= far >= FAR or abs(of_a - of_b) > FACTOR * max(of_a, of_b)
+        is_coarse = is_far and far <= allowed and f"input {tensor.split(' ')[0]}" not in limits.unused
+        entries.append(Entry(name, far, allowed, ratio, is_coarse))
     return entries
 
 
 class _Limits:
-    """How far two runs may be from each other in each tensor of a step. `distances` are those of all tensors, `norms`
-    their larger norms."""
+    """How far two runs may be from each other in each tensor of a step. `norms` are their larger norms."""
 
-    def __init__(
-        self,
-        descriptions: tuple[Description, Description],
-        distances: Mapping[str, float],
-        norms: Mapping[str, float],
-        before: Mapping[str, float],
-        *,
-        is_first: bool,
-    ):
-        self.distances, self.norms, self.before, self.is_first = distances, norms, before, is_first
-        self.has_experts = any(".router." in name for name in distances)
-        self.parameters = {name.removeprefix("gradient ") for name in distances if name.startswith("gradient ")}
-        self.largest_gradients: dict[str, float] = {}
-        for name in self.parameters:
-            module = module_of(name)
-            self.largest_gradients[module] = max(self.largest_gradients.get(module, 0.0), norms[f"gradient {name}"])
-        self.rounding = max(rounding_of(each.compute_dtype) for each in descriptions)
-        self.of_weights = max(rounding_of(each.weights_dtype) for each in descriptions)
-        self.of_states = max(rounding_of(each.state_dtype) for each in descriptions)
-        self.n_tokens = descriptions[0].counts.get("tokens", math.inf)
-        self.same_weights_dtype = len({each.weights_dtype for each in descriptions}) == 1
+    def __init__(self, descriptions: Descriptions, norms: Distances, before: Distances, *, is_first: bool):
+        self.norms, self.before, self.is_first = norms, before, is_first
+        self.rounding, self.of_weights, self.of_states = (
+            max(ROUNDING[getattr(each, name)] for each in descriptions)
+            for name in ("compute_dtype", "weights_dtype", "state_dtype")
+        )
+        self.once = max(
+            ROUNDING[name] * PRODUCTS_ONLY.get(name, GROWTH) for name in (d.compute_dtype for d in descriptions)
+        )
+        self.same_weights_dtype = descriptions[0].weights_dtype == descriptions[1].weights_dtype
+        self.n_tokens = descriptions[0].counts["tokens"] if any(".router." in name for name in norms) else 0.0
+        """Those that may be sent to other experts."""
+        self.forward_before = max([far for name, far in before.items() if name.startswith("forward ")], default=0.0)
+        gradients = [name for name in norms if name.startswith("gradient ") and name != GRADIENT_NORM]
+        self.parameters = {name.removeprefix("gradient "): norms[name] for name in gradients}
+        ascending = sorted(self.parameters.items(), key=lambda parameter: parameter[1])
+        self.largest = {module_of(name): norm for name, norm in ascending}
+        of_zero = {module: ZERO * self.rounding * norm for module, norm in self.largest.items()}
+        self.unused = {f"input {name}" for name, norm in self.parameters.items() if norm <= of_zero[module_of(name)]}
+        """Parameters whose gradient is zero but for rounding."""
 
-    def allowed(self, name: str, inputs: list[str]) -> float:
+    def allowed(self, name: str, explained: float) -> float:
         """Return the limit of a tensor; of the update of a weight, the limit of its change but for its rounding."""
         phase, _, tensor = name.partition(" ")
-        explained = max([self.distances[each] for each in inputs], default=0.0)
         if phase == "input":
             return self._allowed_of_input(tensor)
         if phase == "update":
-            if tensor in self.parameters:
+            if " " not in tensor:
                 return GROWTH_OF_ROOT * math.sqrt(max(explained, self.rounding))
             return GROWTH * max(explained, self.rounding, self.of_states)
-        allowed = self._allowed_of_activation(max(explained, self.rounding))
-        if phase == "gradient" and tensor in self.parameters and self.norms[name]:
+        allowed = self._allowed_of_activation(
+            explained, GROWTH_OF_OUTPUT if phase == "forward" and tensor != "loss" else GROWTH
+        )
+        if phase == "gradient" and self.parameters.get(tensor):
             # Small gradients of a block are differences of large numbers, as those of queries and keys are where
             # attention is about even, and rounding is relative to those.
-            allowed *= self.largest_gradients[module_of(tensor)] / self.norms[name]
+            allowed *= self.largest[module_of(tensor)] / self.norms[name]
         return allowed
 
     def _allowed_of_input(self, tensor: str) -> float:
         """Return the limit of what a step begins with. In the first step all is compared. Later, tokens are, and the
         buffers of routers, which the loads of the step before have changed; the rest was an update of that."""
-        if tensor in ("tokens", "targets") or (self.is_first and self.same_weights_dtype):
-            return SUMMED
-        if self.is_first:
-            return GROWTH * self.of_weights
-        if " " in tensor or tensor in self.parameters or not self.before:
+        if tensor in ("tokens", "targets") or self.is_first:
+            return SUMMED if tensor in ("tokens", "targets") or self.same_weights_dtype else GROWTH * self.of_weights
+        if " " in tensor or tensor in self.parameters or f"input {tensor}" not in self.before:
             return math.inf
-        forward = [each for name, each in self.before.items() if name.startswith("forward ")]
-        return self._allowed_of_activation(max(self.before[f"input {tensor}"], self.rounding, *forward))
+        return self._allowed_of_activation(max(self.before[f"input {tensor}"], self.forward_before))
 
-    def _allowed_of_activation(self, explained: float) -> float:
-        others = self.has_experts and GROWTH * explained * self.n_tokens > LIKELY
-        return GROWTH_OF_ROOT * math.sqrt(explained) if others else GROWTH * explained
-
-
-def rounding_of(dtype: str) -> float:
-    """Return the largest relative error of rounding to a data type, by its name in a config."""
-    if dtype in ROUNDING:
-        return ROUNDING[dtype]
-    torch_dtype = getattr(torch, dtype, None)
-    if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
-        raise ConfigError([f"{dtype}: no data type of fingerprints that is known"])
-    return torch.finfo(torch_dtype).eps / 2
+    def _allowed_of_activation(self, explained: float, growth: float = GROWTH) -> float:
+        if GROWTH * max(explained, self.rounding) * self.n_tokens > LIKELY:
+            return GROWTH_OF_ROOT * math.sqrt(max(explained, self.rounding))
+        return max(self.once, min(growth * explained, max(LARGE, GROWTH / 2 * explained)))
 
 
 def constant_ratio(a: Tensor, b: Tensor, tolerance: float) -> float:
     """Return c where B = c A but for rounding, from two fingerprints; 1 where there is no such constant."""
-    products_a, products_b = a[1:], b[1:]
-    square = products_a.square().sum()
-    if not (square > 0 and products_b.isfinite().all()):
+    a, b = a[1:], b[1:]
+    square = a.square().sum()
+    if not (square > 0 and b.isfinite().all()):
         return 1.0
-    ratio = (products_a @ products_b / square).item()
-    rest = (products_b - ratio * products_a).square().sum() / products_b.square().sum()
-    return ratio if math.sqrt(rest) <= min(tolerance, 0.1) else 1.0
+    ratio = (a @ b / square).item()
+    rest = (b - ratio * a).square().sum() / b.square().sum()
+    return ratio if math.sqrt(rest) <= min(tolerance, MULTIPLE) else 1.0
 
 
 def _gradient_norm(fingerprints: Mapping[str, Tensor]) -> Tensor:
-    squares = [each[0] for name, each in fingerprints.items() if name.startswith("gradient ")]
-    square = sum(squares, torch.zeros((), dtype=torch.float64))
-    return torch.cat([square[None], square.sqrt().expand(N_PRODUCTS)])
+    square = sum((each[:1] for name, each in fingerprints.items() if name.startswith("gradient ")), torch.zeros(1))
+    return torch.cat([square, square.sqrt().double().expand(N_PRODUCTS)])
 
 
 def _norm(fingerprint: Tensor) -> float:
-    return math.sqrt(max(fingerprint[0].item(), 0.0))
+    return math.sqrt(fingerprint[0].item())
 
 
 def _change(before: Tensor, after: Tensor) -> Tensor:

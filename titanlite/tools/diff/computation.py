@@ -1,7 +1,8 @@
 """What a step computes from what, by the names of its fingerprints."""
 
 import re
-from collections.abc import Collection, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable
 
 GRADIENT_NORM = "gradient norm"
 """The norm over all gradients, by which they are clipped. No file has it: it follows from the gradients' norms."""
@@ -14,49 +15,49 @@ BACKWARD_ORDER = (
 
 def inputs_of_entries(names: Collection[str]) -> dict[str, list[str]]:
     """Return what each entry of a step is computed from, entries among `names` or GRADIENT_NORM, in the order of
-    computation: inputs, forward, backward with the gradients of weights, update."""
-    parameters = in_order(name.removeprefix("gradient ") for name in names if name.startswith("gradient "))
-    modules = in_order(name.removeprefix("forward ") for name in names if name.startswith("forward "))
-    modules = [module for module in modules if module != "loss"]
-    inputs: dict[str, list[str]] = {name: [] for name in ("input tokens", "input targets")}
-    tensors = in_order(name.removeprefix("input ") for name in names if name.startswith("input "))
-    inputs |= {f"input {tensor}": [] for tensor in tensors if f"input {tensor}" not in inputs}
+    computation: inputs, forward, backward with the gradients of weights, update. Entries that are computed from the
+    same ones share a list: a list for each would take a time that grows with the square of their number."""
+    found, weights, states, of_module, updated = (defaultdict[str, list[str]](list) for _ in range(5))
+    for name in in_order(names, lambda name: name.partition(" ")[2]):
+        phase, _, tensor = name.partition(" ")
+        found[phase].append(tensor)
+        if phase == "input":  # buffers are weights, too
+            weight, _, state = tensor.partition(" ")
+            (states[weight] if state else weights[module_of(tensor)]).append(name)
+        elif phase == "update":
+            updated[tensor.split(" ")[0]].append(name)
+    for name in sorted(found["gradient"], key=_backward_order):
+        of_module[module_of(name)].append(f"gradient {name}")
+    present, recorded = {*names, GRADIENT_NORM}, {*found["forward"], *found["backward"]} - {"loss"}
+    modules = in_order(recorded | of_module.keys() - {"output", "position_embeddings"})  # whose outputs are not
 
-    def weights_of(module: str) -> list[str]:  # buffers, too, but no optimizer states
-        return [f"input {name}" for name in tensors if name.startswith(f"{module}.") and " " not in name]
+    def known(*entries: str) -> list[str]:
+        return [each for each in entries if each in present]
 
-    def parameters_of(module: str) -> list[str]:
-        return sorted((name for name in parameters if name.startswith(f"{module}.")), key=_backward_order)
-
-    before = ["input tokens"]
-    inputs_of_module = {}
+    inputs = {name: [] for name in ("input tokens", "input targets", *(f"input {each}" for each in found["input"]))}
+    own, inputs_of_module = known("input tokens"), {}
     for module in modules:
-        inputs_of_module[module] = before + weights_of(module)
-        inputs[f"forward {module}"] = inputs_of_module[module]
-        before = [f"forward {module}"]
+        inputs_of_module[module] = inputs[f"forward {module}"] = own + weights[module]
+        own = known(f"forward {module}") or own
         if module == "tok_embeddings":
-            before += weights_of("position_embeddings")  # which are added to its output
-    inputs_of_loss = [*before, *(weights_of("output") or weights_of("tok_embeddings")), "input targets"]
-    inputs["forward loss"] = inputs_of_loss
-    own = inputs_of_loss
-    of_gradients = {f"gradient {name}": own for name in parameters_of("output")}
+            own = own + weights["position_embeddings"]  # which are added to its output
+    own = [*own, *(weights["output"] or weights["tok_embeddings"]), *known("input targets")]
+    inputs["forward loss"] = inputs_of_loss = own
+    inputs |= dict.fromkeys(of_module["output"], own)
     for module in reversed(modules):
-        of_gradients[f"backward {module}"] = own
-        own = [f"backward {module}", *inputs_of_module[module]]
-        of_gradients |= {f"gradient {name}": own for name in parameters_of(module)}
-    of_gradients |= {f"gradient {name}": own for name in parameters_of("position_embeddings")}
-    if "gradient output.weight" not in names and "gradient tok_embeddings.weight" in of_gradients:  # tied
-        of_gradients["gradient tok_embeddings.weight"] = own + inputs_of_loss
-    inputs |= of_gradients
-    inputs[GRADIENT_NORM] = [f"gradient {name}" for name in parameters]
-    for name in parameters:
-        states = [tensor for tensor in tensors if tensor.startswith(f"{name} ")]
-        of_all = [f"gradient {name}", GRADIENT_NORM]
-        updated = in_order(each.removeprefix("update ") for each in names if each.startswith(f"update {name} "))
-        inputs |= {f"update {state}": [*of_all, f"input {state}"] for state in updated}
-        inputs[f"update {name}"] = [*of_all, f"input {name}", *(f"input {state}" for state in states)]
-    present = {*names, GRADIENT_NORM}
-    return {name: [each for each in own if each in present] for name, own in inputs.items() if name in present}
+        inputs[f"backward {module}"] = own
+        own = [f"backward {module}", *inputs_of_module[module]] if f"backward {module}" in present else own
+        inputs |= dict.fromkeys(of_module[module], own)
+    inputs |= dict.fromkeys(of_module["position_embeddings"], own)
+    if "gradient output.weight" not in present and "gradient tok_embeddings.weight" in present:  # tied
+        inputs["gradient tok_embeddings.weight"] = own + inputs_of_loss
+    inputs[GRADIENT_NORM] = [f"gradient {name}" for name in found["gradient"]]
+    for weight, entries in updated.items():
+        of_all = known(f"gradient {weight}", GRADIENT_NORM)
+        inputs |= {name: of_all + known(name.replace("update", "input", 1)) for name in entries if name.count(" ") > 1}
+        inputs[f"update {weight}"] = [*of_all, *known(f"input {weight}"), *states[weight]]
+    inputs |= {name: [] for name in sorted(present - inputs.keys())}  # what no model of ours has
+    return {name: own for name, own in inputs.items() if name in present}
 
 
 def _backward_order(parameter: str) -> int:
@@ -64,15 +65,15 @@ def _backward_order(parameter: str) -> int:
     return next((n for n, pattern in enumerate(BACKWARD_ORDER) if re.match(pattern, name)), 0)
 
 
-def in_order(names: Iterable[str]) -> list[str]:
+def in_order(names: Iterable[str], tensor_of: Callable[[str], str] = str) -> list[str]:
     """Return names of modules or of their tensors in the order of the model: embedding, layers by number, norm, output
-    head; others last."""
+    head; others last. `tensor_of` returns that name from one of `names`."""
     first = ["tok_embeddings", "position_embeddings", "layers", "norm", "output"]
 
     def key(name: str) -> tuple[int, int, str]:
-        head, *rest = name.split()[0].split(".")
-        number = int(rest[0]) if head == "layers" and rest and rest[0].isdigit() else 0
-        return first.index(head) if head in first else len(first), number, name
+        head, number, *_ = [*tensor_of(name).split(" ")[0].split("."), "0"]
+        number = int(number) if head == "layers" and number.isdigit() else 0
+        return first.index(head) if head in first else len(first), number, tensor_of(name)
 
     return sorted(set(names), key=key)
 

@@ -8,39 +8,34 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from titanlite.tools.diff.compare import Step
-from titanlite.tools.diff.report import PHASES, report
+from titanlite.tools.diff.report import PHASES, judge, report
 from titanlite.tools.html_page import WIDTH, figure_style, page, printed, svg_figure
 
-SMALLEST = 1e-18
-"""A distance of 0 is drawn as this."""
-REPORT_WIDTH = 150
-"""Columns of the report in numbers."""
+SMALLEST = 1e-18  # a distance of 0 is drawn as this
+REPORT_WIDTH = 150  # columns
 PHASE_COLOURS = dict(zip(PHASES, ("#999999", "#4477aa", "#cc6677", "#ddaa33", "#117733"), strict=True))
 ALL_STEPS = """Each column is a tensor, in the order of computation within a step; each row is a step. The colour is \
 the relative distance of the two runs."""
 ONE_STEP = """Dots are the relative distances of the step's tensors, in the order of computation. The line is what the \
 distances of a tensor's inputs and rounding explain: a dot above it, marked by a ring, is computed in another way."""
-BODY = """\
-<h1>titanlite diff</h1>
-{figures}<h2>In numbers</h2>
-{report}"""
 
 
-def write_html(steps: list[Step], first: Step | None, a: Path, b: Path, target: Path) -> None:
+def write_html(steps: list[Step], a: Path, b: Path, target: Path) -> None:
     """Write a self-contained page. Overwrites the target if it exists."""
-    shown = first or steps[-1]
+    _, shown = judge(steps)
     with figure_style():
         figures = [svg_figure(step_figure(shown), "step", ONE_STEP, title=f"Step {shown.number}")]
         if len(steps) > 1:
             figures.append(svg_figure(steps_figure(steps), "steps", ALL_STEPS, title="All steps"))
-    body = BODY.format(figures="".join(figures), report=printed(report(steps, first, a, b), REPORT_WIDTH))
+    numbers = f"<h2>In numbers</h2>\n{printed(report(steps, a, b), REPORT_WIDTH)}"
+    body = "".join(["<h1>titanlite diff</h1>\n", *figures, numbers])
     target.write_text(page(f"titanlite diff: {a.name} and {b.name}", body), encoding="utf-8", newline="\n")
 
 
 def step_figure(step: Step) -> Figure:
     """Return the distances of a step in the order of computation, with what is explained of them."""
     figure = Figure(figsize=(WIDTH, 4.0), layout="constrained")
-    axes = figure.subplots()
+    axes, ring = figure.subplots(), {"markersize": 9, "fillstyle": "none", "color": "#b00020"}
     for phase, colour in PHASE_COLOURS.items():
         own = [(x, _drawn(e.distance)) for x, e in enumerate(step.entries) if e.name.startswith(f"{phase} ")]
         if own:
@@ -48,9 +43,7 @@ def step_figure(step: Step) -> Figure:
     axes.plot([_drawn(entry.allowed) for entry in step.entries], color="#555555", linewidth=0.8, label="explained")
     wrong = [(x, _drawn(entry.distance)) for x, entry in enumerate(step.entries) if entry.differs]
     if wrong:
-        axes.plot(
-            *zip(*wrong, strict=True), "o", markersize=9, fillstyle="none", color="#b00020", label="not explained"
-        )
+        axes.plot(*zip(*wrong, strict=True), "o", label="not explained", **ring)
         x, y = wrong[0]
         axes.annotate(step.entries[x].name, (x, y), textcoords="offset points", xytext=(8, 8), color="#b00020")
     axes.set_yscale("log")
@@ -66,9 +59,8 @@ def steps_figure(steps: list[Step]) -> Figure:
     place = {entry.name: x for x, entry in enumerate(longest.entries)}
     image = np.full((len(steps), len(place)), np.nan)
     for row, step in enumerate(steps):
-        for entry in step.entries:
-            if entry.name in place:
-                image[row, place[entry.name]] = math.log10(_drawn(entry.distance))
+        for entry in [entry for entry in step.entries if entry.name in place]:
+            image[row, place[entry.name]] = math.log10(_drawn(entry.distance))
     figure = Figure(figsize=(WIDTH, min(1.5 + 0.2 * len(steps), 6.0)), layout="constrained")
     axes = figure.subplots()
     drawn = axes.imshow(image, aspect="auto", cmap="viridis", interpolation="nearest")

@@ -1,6 +1,7 @@
 """Print the comparison of two runs as text and a table."""
 
 import math
+from collections import defaultdict
 from pathlib import Path
 
 from rich import box
@@ -21,45 +22,55 @@ MEANING = {
     "gradient": "the gradient of {}",
     "update": "the change of {} by the optimizer",
 }
+STYLES = ("green", "bold red", "yellow")  # of the verdict, by the exit status
 SMALLEST_RATIO = 1e-3
 """Ratios nearer to 1 are no factor of a layout."""
 MOST_NAMES = 5
 """Tensors that a line names."""
 
 
-def report(steps: list[Step], first: Step | None, a: Path, b: Path) -> Group:
-    """Return the verdict on the steps of two runs, and the table of the first step that differs, or of the last."""
-    shown = first or steps[-1]
+def judge(steps: list[Step]) -> tuple[int, Step]:
+    """Return the exit status and the step that decides it: 1 the first in which a tensor differs; 2 the first in which
+    one cannot be compared; 0 all tensors agree, the last one."""
+    differs = next((step for step in steps if step.first), None)
+    unknown = next((s for s in steps if any(s.missing) or any(entry.is_coarse for entry in s.entries)), None)
+    return (1, differs) if differs else (2, unknown) if unknown else (0, steps[-1])
+
+
+def report(steps: list[Step], a: Path, b: Path) -> Group:
+    """Return the verdict on the steps of two runs, and the table of the step that decides it."""
+    status, shown = judge(steps)
     lines = [f"A: {a}  {_described(shown.descriptions[0])}", f"B: {b}  {_described(shown.descriptions[1])}"]
     for missing, run in zip(shown.missing, "AB", strict=True):
         if missing:
             lines.append(f"{run} lacks {len(missing)} tensors in step {shown.number}: {_some(missing)}")
-    heading = f"relative distance of A and B in step {shown.number}, the largest of each module"
-    verdict = [Text(line, style="bold red" if first else "green") for line in verdict_lines(steps, first)]
-    return Group(*map(Text, lines), Text(), Text(heading), _table(shown), Text(), *verdict)
+    lines += ["", f"relative distance of A and B in step {shown.number}, the largest of each module"]
+    verdict = [Text(line, style=STYLES[status]) for line in verdict_lines(steps)]
+    return Group(*map(Text, lines), _table(shown), Text(), *verdict)
 
 
-def verdict_lines(steps: list[Step], first: Step | None) -> list[str]:
+def verdict_lines(steps: list[Step]) -> list[str]:
     """Return what is to be said of the steps of two runs, in lines."""
-    if first is None or first.first is None:
+    status, step = judge(steps)
+    wrong = [each for each in step.entries if each.differs] or [each for each in step.entries if each.is_coarse]
+    entry, *others = wrong or [None]
+    if not status:
         n = sum(len(step.entries) for step in steps)
         return [f"equal: {n} tensors of {len(steps)} steps differ by no more than their inputs and rounding explain"]
-    entry = first.first
+    if entry is None:
+        return [f"INCOMPLETE: one run lacks tensors of the other from step {step.number} on; no other tensor differs"]
     phase, _, tensor = entry.name.partition(" ")
     meaning = "the loss" if tensor == "loss" else MEANING[phase].format(tensor)
-    lines = [
-        f"DIFFERENT: first in step {first.number}, {phase}: {meaning}",
-        f"distance {entry.distance:.1e}, of which its inputs and rounding explain {entry.allowed:.1e}",
-    ]
-    if abs(entry.ratio - 1) > SMALLEST_RATIO:
-        lines.append(f"B is {entry.ratio:.6g} x A{_explained(entry, first)}")
-    elif not all(map(math.isfinite, entry.norms)):
+    word = "DIFFERENT" if entry.differs else "TOO COARSE TO COMPARE"
+    lines = [f"{word}: first in step {step.number}, {phase}: {meaning}"]
+    lines.append(f"distance {entry.distance:.1e}, of which its inputs and rounding explain {entry.allowed:.1e}")
+    if entry.differs and abs(entry.ratio - 1) > SMALLEST_RATIO:
+        lines.append(f"B is {entry.ratio:.6g} x A{_explained(entry, step)}")
+    elif math.isinf(entry.distance):
         lines.append("it is not finite")
-    others = [each.name for each in first.entries if each.differs and each is not entry]
     if others:
-        lines.append(
-            f"{len(others)} more tensors of this step differ by more than their inputs explain: {_some(others)}"
-        )
+        what = "differ by more than their inputs explain" if entry.differs else "may be right or wrong"
+        lines.append(f"{len(others)} more tensors of this step {what}: {_some([each.name for each in others])}")
     return lines
 
 
@@ -71,29 +82,27 @@ def _explained(entry: Entry, step: Step) -> str:
 
 def quantities(a: Description, b: Description) -> dict[str, float]:
     """Return the numbers by which two runs may have multiplied a gradient, by name; those that differ, of each run."""
-    same = {name: value for name, value in a.counts.items() if value == b.counts.get(name)}
-    both = [(run, name, value) for run, each in (("A", a), ("B", b)) for name, value in each.counts.items()]
-    return same | {f"{name} of {run}": value for run, name, value in both if name not in same}
+    same = dict(a.counts.items() & b.counts.items())
+    both = [(f"{name} of {run}", name, value) for run, of in (("A", a), ("B", b)) for name, value in of.counts.items()]
+    return same | {text: value for text, name, value in both if name not in same}
 
 
 def _table(step: Step) -> Table:
     """Return the largest distance of each module and phase; ! where one is larger than explained."""
     table = Table("module", *PHASES, box=box.SIMPLE_HEAD, pad_edge=False)
-    cells: dict[str, dict[str, list[Entry]]] = {}
+    cells: dict[tuple[str, str], list[Entry]] = defaultdict(list)
     for entry in step.entries:
         phase, _, tensor = entry.name.partition(" ")
-        module = module_of(tensor)
-        cells.setdefault(module, {}).setdefault(phase, []).append(entry)
-    for module in in_order(cells):
-        table.add_row(module, *(_cell(cells[module].get(phase, [])) for phase in PHASES))
+        cells[module_of(tensor), phase].append(entry)
+    for module in in_order(module for module, _ in cells):
+        table.add_row(module, *(_cell(cells[module, phase]) for phase in PHASES))
     return table
 
 
 def _cell(entries: list[Entry]) -> Text:
-    if not entries:
-        return Text("")
+    largest = max([entry.distance for entry in entries], default=None)
     mark = "!" if any(entry.differs for entry in entries) else ""
-    return Text(f"{max(entry.distance for entry in entries):.1e}{mark}", style="bold red" if mark else "")
+    return Text("" if largest is None else f"{largest:.1e}{mark}", style="bold red" if mark else "")
 
 
 def _described(description: Description) -> str:

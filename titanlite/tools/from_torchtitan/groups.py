@@ -202,7 +202,8 @@ def _activation_checkpoint(to: Conversion) -> None:
 
 
 def _float8(to: Conversion) -> None:
-    converters, switch = to.names("model.converters"), "model.converters"
+    switch, of_0_1 = "model.converters", {"float8": FLOAT8, "mx": MX}
+    converters = [of_0_1.get(name, name) for name in to.names(switch)]
     enabled = FLOAT8 in converters
     is_mx = not enabled and MX in converters
     others = [name for name in converters if name != (MX if is_mx else FLOAT8)]

@@ -62,6 +62,7 @@ DEFAULTS: dict[str, Any] = {
 
 _WORKERS = "num_workers persistent_workers pin_memory prefetch_factor"
 _MX = "quantize.linear.mx", "mxfp8_dim1_cast_kernel_choice recipe_name filter_fqns use_fp8_dim1_cast_triton_kernel"
+_FLOAT8 = "enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp recipe_name filter_fqns emulate"
 
 DETAIL = object()
 """The `off` value of a key that is only read with another key, which is listed if it is on."""
@@ -157,8 +158,10 @@ OF_0_2: dict[str, str] = {
     "training.seed": "debug.seed",
     "training.deterministic": "debug.deterministic",
     "training.debug_moe_force_load_balance": "debug.moe_force_load_balance",
+    **{f"float8.{name}": f"quantize.linear.float8.{name}" for name in _FLOAT8.split()},
+    **{f"mx.{name}": f"{_MX[0]}.{name}" for name in _MX[1].split()},
 }
-"""Keys that a 0.2 release still reads, and the later key."""
+"""Keys that a 0.2 release still reads, and the later key; [float8] and [mx] are those of 0.1."""
 
 _DEBUG = {"n_kv_heads": 16, "vocab_size": 2048, "rope_theta": 500_000.0, "rope_scaling_factor": 8.0}
 _QWEN_DEBUG = {"dim": 256, "n_layers": 8, "n_heads": 16, "n_kv_heads": 8, "ffn_dim": 3072, "vocab_size": 2048}

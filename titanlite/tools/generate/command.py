@@ -25,9 +25,9 @@ from typing import Any
 
 from titanlite.config import ConfigError, Launch
 from titanlite.config.loader import printable
-from titanlite.config.regular_file import read_file
-from titanlite.config.schema import Comm, Model, Parallelism
+from titanlite.config.schema import Comm, Model, Parallelism, Training
 from titanlite.data.documents import text_of
+from titanlite.data.files import read_rows, segment_of
 from titanlite.launch.arguments import Parser, count, number
 from titanlite.launch.launcher import run_on_ranks
 
@@ -36,7 +36,7 @@ USAGE = """titanlite generate FOLDER ["prompt" ...] [--prompts FILE] [--chat] [-
            [--dtype float32|bfloat16|float64] [--tokenizer FOLDER]
            [--tensor-parallel-degree N] [--expert-parallel]"""
 LARGEST_FILE = 2**26
-"""Bytes of a file of prompts."""
+"""Characters of a file of prompts."""
 LONGEST = 2**20
 """Tokens of a prompt and of its continuation, together."""
 SHARDED = ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
 
     import torch  # here, so that --help and wrong arguments do not wait for it
 
-    from titanlite.data.text import continuation, encode_prompts
+    from titanlite.data.text import continuation, encode_prompts, with_rows
     from titanlite.tools.generate.folder import open_folder
     from titanlite.tools.generate.generator import Generator
     from titanlite.tools.generate.sampling import Sampling, choose, prompt_generators
@@ -95,7 +95,7 @@ def main(argv: list[str]) -> int:
     if arguments.chat:
         from titanlite.techniques.data.chat_template import encode_questions  # here, since other prompts need none
 
-        prompts = tokenizer.call(encode_questions, texts)
+        prompts = with_rows(tokenizer, texts, tokenizer.call(encode_questions, texts))
     else:
         prompts = encode_prompts(tokenizer, texts)
     launch = Launch.from_environment(torch.cuda.device_count())
@@ -129,12 +129,18 @@ def main(argv: list[str]) -> int:
 
 
 def read_prompts(file: Path) -> list[str]:
-    """Return the prompts of a file: its lines or, of a .jsonl file, the "prompt" of each line's object."""
+    """Return the prompts of a file, whose lines are those of training data: the lines or, of a .jsonl file, the
+    "prompt" of each line's object. Raises ConfigError if it cannot be read or has more than LARGEST_FILE characters."""
+    options, lines, size = Training(dataset="text", text_sample_by="line"), [], 0
     try:
-        lines = read_file(file, LARGEST_FILE).decode().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"--prompts {file}: cannot be read: {error}"]) from None
-    if file.suffix != ".jsonl":
+        for row in read_rows(options, segment_of(options, file), ["text"]):
+            lines.append(row.values["text"])
+            size += len(lines[-1]) + 1
+            if size > LARGEST_FILE:
+                raise ConfigError([f"{file}: expected at most {LARGEST_FILE:,} characters"])
+    except ConfigError as error:
+        raise ConfigError([f"--prompts {problem}" for problem in error.problems]) from None
+    if ".jsonl" not in file.suffixes:
         return lines
     prompts = []
     for number_of_line, line in enumerate(lines, 1):

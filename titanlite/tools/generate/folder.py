@@ -11,12 +11,12 @@ from titanlite.checkpoint.checkpointer import load_weights
 from titanlite.checkpoint.export import config_file_of_run, model_options, read_config, value_of_run
 from titanlite.checkpoint.folder import step_folders
 from titanlite.checkpoint.reader import CheckpointReader
-from titanlite.config.hf import config_json
-from titanlite.config.hf.values import read_json_object, token_ids
+from titanlite.config.hf.values import how_to_download, read_json_object, token_ids
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Model
 from titanlite.data.open import build_tokenizer
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.tokenizer import Rows, Tokenizer
+from titanlite.hf.config_files import model_of
 from titanlite.hf.load import EMBEDDING, HF_DTYPES, name_in, tensor_files
 from titanlite.hf.names import hf_name
 from titanlite.model import Llama
@@ -56,11 +56,12 @@ class ModelFolder:
 
     def tokenizer(self, choice: str | None) -> Tokenizer:
         """Return the tokenizer. Raises ConfigError if it is not one of the model."""
-        tokenizer = build_tokenizer(self.tokenizer_path(choice))
-        if tokenizer.vocab_size > self.options.vocab_size:
-            problem = f"the tokenizer has {tokenizer.vocab_size} tokens, and the model {self.options.vocab_size}"
-            raise ConfigError([f"{self.path}: {problem}; name the model's own with --tokenizer"])
-        return tokenizer
+        rows = Rows(
+            self.options.vocab_size,
+            str(self.path),
+            "name its own tokenizer with --tokenizer, or train rows for the token first (model.new_tokens)",
+        )
+        return build_tokenizer(self.tokenizer_path(choice)).fit(rows)
 
     def stop_tokens(self, tokenizer: Tokenizer) -> set[int]:
         """Return the tokens that end a text: EOS, and those that generation_config.json names besides, such as the end
@@ -82,7 +83,7 @@ class ModelFolder:
 def open_folder(folder: Path) -> ModelFolder:
     """Return what a folder contains. Raises ConfigError if it is none of a model, or its description is damaged."""
     if (folder / "config.json").is_file():
-        options = Model.model_validate(config_json.model_options(folder))
+        options = model_of(folder)
         return ModelFolder(folder, options, _hf_dtype(folder, options), True, {})
     config = read_config(folder / "config.toml")
     place = value_of_run(config, "checkpoint", "folder")
@@ -91,7 +92,8 @@ def open_folder(folder: Path) -> ModelFolder:
     except ConfigError as error:
         expected = "a Hugging Face folder, a step-N folder, or the folder of a run that has saved a checkpoint"
         _, _, reason = error.problems[0].partition("; ")
-        raise ConfigError([f"{folder}: expected {expected}" + (f"; {reason}" if reason else "")]) from None
+        hint = how_to_download(folder) or (reason and f"; {reason}")
+        raise ConfigError([f"{folder}: expected {expected}{hint}"]) from None
     config = config or read_config(config_file_of_run(path))
     reader = CheckpointReader(path)
     dtype = reader.dtypes.get(f"model.{EMBEDDING}", torch.float32)  # what it lacks is an error when it is loaded

@@ -2,8 +2,12 @@
 
 import sys
 
-from titanlite.launch.cli import run_command
-from titanlite.launch.process import exit_process
+from titanlite.launch.safe_path import leave_working_directory
 
 if __name__ == "__main__":
-    exit_process(run_command("parity", sys.argv[1:]))
+    leave_working_directory()  # before the imports below could find something there
+    from titanlite.launch import process
+    from titanlite.launch.cli import run_command
+
+    process.prepare(is_command=True)
+    process.exit_process(run_command("parity", sys.argv[1:]))

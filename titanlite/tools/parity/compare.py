@@ -23,11 +23,9 @@ Numbers = dict[str, float]  # by entry of a trace
 
 
 def differences(reference: Trace, layout: Trace) -> dict[str, float]:
-    """Return the largest absolute difference of each entry of two traces.
-
-    They are in the order of computation, so the first one that is too large is where the runs diverge. A difference is
-    infinite where one trace lacks the entry, shapes differ, or a value is not a number.
-    """
+    """Return the largest absolute difference of each entry of two traces, in the order of computation: the first that
+    is too large is where the runs diverge. It is infinite where one trace lacks the entry, shapes differ, or a value
+    is not a number."""
     result = dict.fromkeys(reference | layout, math.inf)
     for name in reference.keys() & layout.keys():
         if reference[name].shape == layout[name].shape:

@@ -1,6 +1,7 @@
 """Pools of ranks on this machine. Starting a rank takes seconds, a call milliseconds: a pool runs many calls."""
 
 import faulthandler
+import multiprocessing
 import os
 import re
 import tempfile
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.config import Config, ConfigError, Launch
-from titanlite.launch.process import end_with_main_process, forkserver
+from titanlite.launch.process import end_after, forkserver
 from titanlite.launch.progress import progress
 from titanlite.own import Parts
 from titanlite.tools.parity.reference import Trace
@@ -47,12 +48,8 @@ class ProcessPool:
             self._processes.append(process)
 
     def run(self, call: Callable[..., Any], **arguments: Any) -> list[Any]:
-        """Call a function of a module on every rank and return what each rank returned.
-
-        Raises:
-            RankError: if it raised on any rank; the pool is then closed, since the others may hang.
-            RankDied: if a process ended.
-        """
+        """Call a function of a module on every rank and return what each rank returned. Raises RankError if it raised
+        on any rank, and RankDied if a process ended; the pool is then closed, since the others may hang."""
         self.calls += 1
         for pipe in self._pipes:
             pipe.send((call, arguments))
@@ -108,7 +105,7 @@ def trace_of_rank_0(config: Config, steps: int, own: Parts) -> Trace | None:
 
 def _serve(rank: int, group: dict[str, Any], pipe: Any) -> None:
     """Run the calls that arrive at this rank, one after the other. `group` has the options of its process group."""
-    end_with_main_process()
+    end_after(multiprocessing.parent_process().join, "main process")
     size = group["world_size"]
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{size}", "LOCAL_WORLD_SIZE": f"{size}"}
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # as launch.process_group

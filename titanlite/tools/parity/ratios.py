@@ -13,7 +13,8 @@ from torch import Tensor
 
 LARGEST_ALLOWED = 0.25
 """Where rounding alone may be this fraction of a tensor, its ratio to another one has no meaning."""
-
+COARSE = 0.5
+"""Half of a tensor is at this distance from it, and nothing, or twice the tensor, farther."""
 SMALL_FACTOR = 1.01
 """A factor below this is shown as a difference, unless a quantity has it."""
 
@@ -26,6 +27,8 @@ class Row(NamedTuple):
     ours: Tensor
     allowed: float
     """As a fraction of the norm of ours."""
+    rounded: Tensor | None = None
+    """Ours, rounded as theirs is; None: it is zero but for rounding, or not known."""
 
     @property
     def distance(self) -> float:
@@ -38,12 +41,18 @@ class Row(NamedTuple):
         return self.distance <= self.allowed
 
     @property
+    def verdict(self) -> str:
+        """Whether the two are "equal", or "coarse": rounding explains the distance, and would explain that of a tensor
+        that is wrong by a factor of 2; or theirs "DIFFERS"."""
+        is_far = self.rounded is not None and min(self.distance, relative(self.theirs, self.rounded)) >= COARSE
+        return "DIFFERS" if not self.equal else "coarse" if is_far else "equal"
+
+    @property
     def ratio(self) -> float | None:
         """The factor of theirs to ours, by least squares; None if they differ by more than a factor above 0."""
         square = self.ours.square().sum().item()
         ratio = (self.theirs * self.ours).sum().item() / square if square else 0.0
-        is_factor = ratio > 0 and self.allowed < LARGEST_ALLOWED and self.is_multiple(ratio)
-        return ratio if is_factor else None
+        return ratio if ratio > 0 and self.allowed < LARGEST_ALLOWED and self.is_multiple(ratio) else None
 
     def is_multiple(self, ratio: float) -> bool:
         """Return whether theirs may be this ratio times ours."""
@@ -52,8 +61,8 @@ class Row(NamedTuple):
 
 def relative(tensor: Tensor, reference: Tensor) -> float:
     """Return the 2-norm of the difference as a fraction of that of the reference."""
-    distance = (tensor - reference).norm().item()
-    return distance / reference.norm().item() if distance and reference.any() else math.inf if distance else 0.0
+    distance, norm = (tensor - reference).norm().item(), reference.norm().item()
+    return distance / norm if norm else math.inf if distance else 0.0
 
 
 def clusters(rows: list[Row]) -> tuple[dict[float, list[Row]], list[Row]]:
@@ -63,7 +72,7 @@ def clusters(rows: list[Row]) -> tuple[dict[float, list[Row]], list[Row]]:
     others = []
     for row in sorted((row for row in rows if not row.equal), key=lambda row: row.allowed):
         ratio = next((known for known in shared if row.is_multiple(known)), row.ratio)
-        if ratio is None:
+        if ratio is None or abs(ratio - 1) <= row.allowed:
             others.append(row)
         else:
             shared.setdefault(ratio, []).append(row)
@@ -86,16 +95,11 @@ def describe(ratio: float, precision: float, quantities: Mapping[str, float]) ->
 def reasons(ratio: float, precision: float, quantities: Mapping[str, float]) -> list[str]:
     """Return the quantities, and products and quotients of two, that are a ratio or its inverse within the relative
     precision, as in "dp = 2"."""
-    factor = max(ratio, 1 / ratio)
-    return [text for text, value in _candidates(quantities) if abs(factor / value - 1) <= precision]
-
-
-def _candidates(quantities: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Return the quantities, then products and quotients of two, all above 1, each with its text."""
     known = {name: value for name, value in quantities.items() if value != 1}
     candidates = [(f"{name} = {value:g}", max(value, 1 / value)) for name, value in known.items()]
     for (one, a), (other, b) in itertools.combinations(known.items(), 2):
         candidates.append((f"{one} x {other} = {a:g} x {b:g}", max(a * b, 1 / (a * b))))
         over, under = ((one, a), (other, b)) if a > b else ((other, b), (one, a))
         candidates.append((f"{over[0]} / {under[0]} = {over[1]:g} / {under[1]:g}", over[1] / under[1]))
-    return candidates
+    factor = max(ratio, 1 / ratio)
+    return [text for text, value in candidates if abs(factor / value - 1) <= precision]

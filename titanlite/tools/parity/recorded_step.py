@@ -1,24 +1,15 @@
 """The folder of `titanlite parity --against FOLDER`: what another program did in one optimizer step.
 
-    FOLDER/config.json                the model, as transformers writes it: `hidden_size`, `rope_theta`, ...
-    FOLDER/model.safetensors          its weights before the step, or model.safetensors.index.json and its files
-    FOLDER/batch.safetensors          the global batch, int64 [B, T]: `tokens`; `targets`, the id to predict at each
-                                      position, or -100 for none; optionally `document_positions`, the position of each
-                                      token in its document, for documents that do not attend to each other
-    FOLDER/step.json                  options and results of the step: see RecordedOptions
-    FOLDER/gradients.safetensors      optional: the gradients of the step, before clipping and without a loss scale
-    FOLDER/weights_after.safetensors  optional: the weights after the step
-
-Weights and gradients have the names and rows of transformers (model.layers.0.self_attn.q_proj.weight), or those of
-Llama and titanlite (layers.0.attention.wq.weight; neighbouring rows of wq and wk are rotated together), file by file.
-Their data type is that of the program's weights or a wider one. The step is the first one of the optimizer: its states
-were zero before.
+The command's --help and docs/verify_your_trainer.md have its files; RecordedOptions are those of step.json. Weights and
+gradients have the names and rows of transformers (model.layers.0.self_attn.q_proj.weight), or those of Llama and
+titanlite (layers.0.attention.wq.weight; neighbouring rows of wq and wk are rotated together), file by file. Their data
+type is that of the program's weights or a wider one. The step is the first one of the optimizer: its states were zero.
 
 Files of others are not believed: no pickle is read, and whatever is wrong is a ConfigError of one line.
 """
 
 import dataclasses
-from collections.abc import Collection
+import functools
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,12 +17,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from titanlite.config import ConfigError, load_values
+from titanlite.config import ConfigError
 from titanlite.config.hf.values import read_json_object
 from titanlite.config.loader import show
 from titanlite.config.schema import Model
 from titanlite.config.types import Count, Fraction, NotNegative, Positive, Ranks
 from titanlite.files.durable import Record, parse
+from titanlite.hf.config_files import model_of
 from titanlite.hf.load import EMBEDDING, NOT_A_WEIGHT, PREFIXES, first_of, open_safetensors, tensor_files
 from titanlite.hf.names import OUTPUT_HEAD, from_hf, hf_shape, hf_tensors, tensor_shapes
 from titanlite.loss import IGNORED
@@ -77,13 +69,13 @@ class Degrees(Record):
     microbatches: Count = 1
     """Of a pipeline, in an accumulation step."""
     accumulation_steps: Count = 1
-    loss_scale: Positive = 1.0
+    loss_scale: Annotated[float, Field(ge=2**-64, le=2**64)] = 1.0
 
 
 class RecordedOptions(Record):
     """The content of step.json. A key that is null or missing is not compared, or was not used."""
 
-    program: str = ""
+    program: Annotated[str, Field(max_length=1000)] = ""
     """What took the step, for the reader of the report."""
     dtypes: Dtypes
     optimizer: AdamOptions | None = None
@@ -117,37 +109,40 @@ class RecordedStep:
 
 
 def read_step(folder: Path) -> RecordedStep:
-    """Read and check the folder. Raises ConfigError if a file is missing, damaged or not of this model."""
+    """Read and check the folder. Raises ConfigError if a file is missing, damaged, not of this model, or changes
+    meanwhile."""
+    before = _files(folder)
     step = parse(RecordedOptions, read_json_object(folder / "step.json"), str(folder / "step.json"))
     # The length of the batch is compared with the model's positions below.
-    options = {"model": {"flavor": "from_hf", "hf_assets_path": str(folder)}, "training": {"seq_len": 1}}
-    model = load_values(options, str(folder / "config.json"), []).config.model
+    model = model_of(folder)
     if model.moe.n_experts:
         problem = "the model has experts; only dense ones are compared, as rounding sends tokens to other experts"
         raise ConfigError([f"{folder / 'config.json'}: {problem}"])
     most = model.most_positions or read_json_object(folder / "config.json").get("max_position_embeddings")
     batch = _read_batch(folder / "batch.safetensors", model, most)
-    gradients, after = folder / "gradients.safetensors", folder / "weights_after.safetensors"
-    if after.exists() and step.optimizer is None:
+    gradients, after = (folder / f"{name}.safetensors" for name in ("gradients", "weights_after"))
+    if after in before and step.optimizer is None:
         raise ConfigError([f"{after}: {folder / 'step.json'} has no optimizer; add its options or remove the file"])
-    if step.loss is None and step.gradient_norm is None and not gradients.exists() and not after.exists():
+    if step.loss is None and step.gradient_norm is None and before.keys().isdisjoint((gradients, after)):
         expected = f"a loss, a gradient_norm, {gradients.name} or {after.name}"
         raise ConfigError([f"{folder}: has no result of the step to compare; expected {expected}"])
-    shapes = tensor_shapes(model)
-    widths = {"model": model, "narrowest": getattr(torch, step.dtypes.weights)}
-    results = [
-        _read_weights(file, _names_in(file), shapes, **widths) if file.exists() else None for file in (gradients, after)
-    ]
-    return RecordedStep(step, model, _read_weights(folder, tensor_files(folder), shapes, **widths), *batch, *results)
+    read = functools.partial(_read_weights, model=model, narrowest=getattr(torch, step.dtypes.weights))
+    weights, *results = (
+        read(place) if place == folder or place in before else None for place in (folder, gradients, after)
+    )
+    if changed := before.items() ^ _files(folder).items():
+        raise ConfigError([f"{min(changed)[0]}: changed while it was read; compare the folder when it is complete"])
+    return RecordedStep(step, model, weights, *batch, *results)
 
 
-def _names_in(file: Path) -> dict[str, Path]:
-    """Return the file of each tensor in it, as hf.load.tensor_files does."""
-    with open_safetensors(file, "write") as tensors:
-        return dict.fromkeys(tensors.keys(), file)
+def _files(folder: Path) -> dict[Path, tuple[int, int, int]]:
+    """Return what tells the content of each file in a folder from a later one. A link without a file is there, too."""
+    paths = [path for path in folder.glob("*") if path.suffix in (".json", ".safetensors")]
+    stats = {path: path.lstat() if path.is_symlink() and not path.exists() else path.stat() for path in paths}
+    return {path: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()}
 
 
-def _read_batch(file: Path, model: Model, most_positions: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+def _read_batch(file: Path, model: Model, most_positions: Any) -> list[Tensor | None]:
     """Return tokens, targets and document positions, [B, T] each. Raises ConfigError if they are not of the model."""
     known, batch = ("tokens", "targets", "document_positions"), {}
     with open_safetensors(file, "write") as tensors:
@@ -162,18 +157,16 @@ def _read_batch(file: Path, model: Model, most_positions: Any) -> tuple[Tensor, 
                 problem = f"{name} has dtype {header.get_dtype()} and shape {shape}"
                 raise ConfigError([f"{file}: {problem}; expected I64 and [sequences, tokens]"])
             batch[name] = tensors.get_tensor(name)
-    tokens, targets, positions = (batch.get(name) for name in known)
-    if problem := _batch_problem(tokens, targets, positions, model.vocab_size, most_positions):
+    if problem := _batch_problem(batch, model.vocab_size, most_positions):
         raise ConfigError([f"{file}: {problem}"])
-    return tokens, targets, positions
+    return [batch.get(name) for name in known]
 
 
-def _batch_problem(
-    tokens: Tensor, targets: Tensor, positions: Tensor | None, vocab_size: int, most_positions: Any
-) -> str:
+def _batch_problem(batch: dict[str, Tensor], vocab_size: int, most_positions: Any) -> str:
     """Return what is wrong with a batch, or an empty string."""
-    for name, tensor in (("targets", targets), ("document_positions", positions)):
-        if tensor is not None and tensor.shape != tokens.shape:
+    tokens, targets, positions = batch["tokens"], batch["targets"], batch.get("document_positions")
+    for name, tensor in batch.items():
+        if tensor.shape != tokens.shape:
             return f"{name} has shape {list(tensor.shape)}, and tokens has {list(tokens.shape)}"
     valid = targets != IGNORED
     for name, ids in (("tokens", tokens), ("targets", targets[valid])):
@@ -192,53 +185,54 @@ def _batch_problem(
     return ""
 
 
-def _read_weights(
-    place: Path, files: dict[str, Path], shapes: dict[str, torch.Size], *, model: Model, narrowest: torch.dtype
-) -> dict[str, Tensor]:
-    """Return tensors by titanlite's names, float64. `files` has the file of each tensor by its name there, `shapes`
-    the shape of each one that is needed. Raises ConfigError if a tensor is missing, superfluous or wrong."""
-    is_hf = any(name.startswith(("lm_head.", *PREFIXES)) for name in files)
+def _read_weights(place: Path, *, model: Model, narrowest: torch.dtype) -> dict[str, Tensor]:
+    """Return the tensors of a file or a Hugging Face folder by titanlite's names, float64. Raises ConfigError if one of
+    the model is missing, superfluous or wrong."""
+    if place.is_dir():
+        files = tensor_files(place)
+    else:
+        with open_safetensors(place, "write") as tensors:
+            files = dict.fromkeys(tensors.keys(), place)
+    is_hf, shapes = any(name.startswith(("lm_head.", *PREFIXES)) for name in files), tensor_shapes(model)
     names, there = {name: name for name in shapes}, dict(shapes)
     for tensors, ours in hf_tensors(model, shapes).items() if is_hf else ():
         names |= dict.fromkeys(ours, tensors[0])
         there |= dict.fromkeys(ours, hf_shape(ours, shapes, model))
-    tied_head = (OUTPUT_HEAD if is_hf else "output.weight") if model.tie_embeddings else None
-    _check_names(place, files.keys() - {tied_head}, {*names.values()})
-    tensors = {name: _read_tensor(files[own], own, there[name], narrowest) for name, own in names.items()}
-    if is_hf:
-        tensors = {name: from_hf(name, tensor, model) for name, tensor in tensors.items()}
-    if tied_head in files:
-        head = _read_tensor(files[tied_head], tied_head, shapes[EMBEDDING], narrowest)
-        if not torch.equal(head, tensors[EMBEDDING]):
-            problem = f"{tied_head} differs from {names[EMBEDDING]}, and tie_word_embeddings of config.json is true"
-            raise ConfigError([f"{files[tied_head]}: {problem}"])
-    return tensors
-
-
-def _check_names(place: Path, found: Collection[str], expected: set[str]) -> None:
-    missing = sorted(expected - set(found))
-    other = sorted(name for name in set(found) - expected if not NOT_A_WEIGHT.fullmatch(name))
-    for problem, names in (("lacks", missing), ("has the unknown tensor", other)):
-        if names:
+    head = (OUTPUT_HEAD if is_hf else "output.weight") if model.tie_embeddings else None
+    expected = {own: there[name] for name, own in names.items()} | ({head: shapes[EMBEDDING]} if head in files else {})
+    missing = sorted(expected.keys() - files.keys())
+    other = sorted(name for name in files.keys() - expected.keys() if not NOT_A_WEIGHT.fullmatch(name))
+    for problem, wrong in (("lacks", missing), ("has the unknown tensor", other)):
+        if wrong:
             expectation = "expected the tensors of the model of config.json, with the names of transformers or of Llama"
-            raise ConfigError([f"{place}: {problem} {first_of(names)}; {expectation}"])
+            raise ConfigError([f"{place}: {problem} {first_of(wrong)}; {expectation}"])
+    read: dict[str, Tensor] = {}
+    for file in sorted({files[name] for name in expected}):
+        own = {name: shape for name, shape in expected.items() if files[name] == file}
+        read |= _read_tensors(file, own, narrowest)
+    if head in files and not torch.equal(read[head], read[names[EMBEDDING]]):
+        problem = f"{head} differs from {names[EMBEDDING]}, and tie_word_embeddings of config.json is true"
+        raise ConfigError([f"{files[head]}: {problem}"])
+    return {name: from_hf(name, read[own], model) if is_hf else read[own] for name, own in names.items()}
 
 
-def _read_tensor(file: Path, name: str, shape: torch.Size, narrowest: torch.dtype) -> Tensor:
-    """Return a tensor in float64. Raises ConfigError if it is not as expected."""
+def _read_tensors(file: Path, shapes: dict[str, torch.Size], narrowest: torch.dtype) -> dict[str, Tensor]:
+    """Return tensors of a file, of these names and shapes, in float64. Raises ConfigError if one is not as expected."""
+    read = {}
     with open_safetensors(file, "write") as tensors:
-        if name not in set(tensors.keys()):
+        for name in sorted(shapes.keys() - tensors.keys())[:1]:
             raise ConfigError([f"{file}: lacks {show(name)}, which its index says it has"])
-        header = tensors.get_slice(name)
-        if header.get_shape() != list(shape):
-            problem = f"{name} has shape {header.get_shape()}, and the model of config.json {list(shape)}"
-            raise ConfigError([f"{file}: {problem}"])
-        dtype = DTYPES.get(header.get_dtype())
-        if dtype is None or torch.promote_types(dtype, narrowest) != dtype:
-            weights = str(narrowest).removeprefix("torch.")
-            problem = f"{name} has dtype {header.get_dtype()}, and dtypes.weights of step.json is {weights}"
-            raise ConfigError([f"{file}: {problem}; expected that or a wider one"])
-        tensor = tensors.get_tensor(name).double()
-    if not tensor.isfinite().all():
-        raise ConfigError([f"{file}: {name} has a number that is NaN or infinite; expected finite ones"])
-    return tensor
+        for name, shape in shapes.items():
+            header = tensors.get_slice(name)
+            if header.get_shape() != list(shape):
+                problem = f"{name} has shape {header.get_shape()}, and the model of config.json {list(shape)}"
+                raise ConfigError([f"{file}: {problem}"])
+            dtype = DTYPES.get(header.get_dtype())
+            if dtype is None or torch.promote_types(dtype, narrowest) != dtype:
+                weights = str(narrowest).removeprefix("torch.")
+                problem = f"{name} has dtype {header.get_dtype()}, and dtypes.weights of step.json is {weights}"
+                raise ConfigError([f"{file}: {problem}; expected that or a wider one"])
+            read[name] = tensors.get_tensor(name).double()
+            if not read[name].isfinite().all():
+                raise ConfigError([f"{file}: {name} has a number that is NaN or infinite; expected finite ones"])
+    return read

@@ -24,8 +24,7 @@ from titanlite.techniques.data.own import open_own
 Trace = dict[str, Tensor]
 """What training steps computed, in that order, as full tensors on the CPU: "initial weight NAME" of every parameter;
 "step N loss", "step N norm" and "step N gradient NAME", both before clipping, and "step N losses of datasets",
-float64 [datasets], of every step; "final weight NAME", also
-of buffers that checkpoints have; "validation loss", of the batch after the last step."""
+float64 [datasets], of every step; "final weight NAME", also of buffers; "validation loss", of the batch after them."""
 
 
 def trace_of(kind: str, tensors: dict[str, Tensor]) -> Trace:
@@ -37,12 +36,9 @@ def trace_of(kind: str, tensors: dict[str, Tensor]) -> Trace:
 
 
 class RandomSequences:
-    """Sequences of random tokens, computed from the seed and the global index alone, or of own data.
-
-    The number of valid targets differs much from one sequence to the next, so that a loss averaged over ranks or
-    gradient accumulation steps, instead of over tokens, differs from the reference. They count as a mixture of three
-    datasets, which take turns.
-    """
+    """Sequences of random tokens, computed from the seed and the global index alone, or own data. The number of valid
+    targets differs much from one to the next, so that a loss averaged over ranks or gradient accumulation steps,
+    instead of over tokens, differs from the reference. They count as a mixture of three datasets, which take turns."""
 
     names = ("a", "b", "c")
 

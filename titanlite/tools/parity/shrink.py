@@ -22,19 +22,13 @@ def smaller(loaded: LoadedConfig[Config], launch: Launch, dtype: str, place: str
 
 
 def shrink(loaded: LoadedConfig[Config], dtype: str) -> tuple[LoadedConfig[Config], list[str]]:
-    """Make the model, the sequence and the batch of a resolved config as small as its layout allows.
-
-    The degrees, the schedule, stages given by name, gradient accumulation, grouped-query attention, tied embeddings,
-    biases, norms, the document mask and the optimizer stay as they are, and a sliding window stays shorter than the
-    sequence. Also return the changed sizes, as "section.key old -> new".
-    """
-    config, changes = loaded.config, []
-    sizes = _smaller_sizes(config)
-    for option, size in sizes.items():
-        key = option.replace("__", ".")
-        old = value_of(config, key)
-        if old != size:
-            changes.append(f"{key} {old} -> {size}")
+    """Make the model, the sequence and the batch of a resolved config as small as its layout allows. Degrees, schedule,
+    stages given by name, gradient accumulation, grouped-query attention, tied embeddings, biases, norms, document mask
+    and optimizer stay as they are, and a sliding window stays shorter than the sequence. Also return the changed sizes,
+    as "section.key old -> new"."""
+    config, sizes = loaded.config, _smaller_sizes(loaded.config)
+    keys = {option.replace("__", "."): size for option, size in sizes.items()}
+    changes = [f"{key} {old} -> {size}" for key, size in keys.items() if (old := value_of(config, key)) != size]
     config = config.replace(**sizes, **_numeric_options(config, dtype))
     return dataclasses.replace(loaded, config=config), changes
 
@@ -47,17 +41,15 @@ def _smaller_sizes(config: Config) -> dict[str, Any]:
     low_precision = config.float8.enable or config.int8.enable
     n_kv_heads = tensor * ulysses * min(2, model.n_kv_heads // (tensor * ulysses))
     n_heads = n_kv_heads * min(2, model.n_heads // model.n_kv_heads)
-    n_layers = model.n_layers
-    if not parallelism.module_fqns_per_model_part:
-        n_layers = min(n_layers, max(parallelism.n_stages + 1, 2, len(model.layer_pattern)))
+    least = max(parallelism.n_stages + 1, 2, len(model.layer_pattern))
+    n_layers = model.n_layers if parallelism.module_fqns_per_model_part else min(model.n_layers, least)
     local_batch_size = min(training.local_batch_size, 2)
     if pipeline > 1:  # the least that keeps every rank busy; all schedules accept it
         local_batch_size = min(config.n_microbatches, max(2 * pipeline, parallelism.n_stages))
     accumulation_steps = min(config.gradient_accumulation_steps, 2)
     seq_len = min(training.seq_len, math.lcm(2 * context, context * tensor) * 4)
-    width = 16 if low_precision else 8  # float8 and int8 leave smaller layers alone
-    if config.float8.enable and config.float8.recipe == "mxfp8":
-        width = 32
+    # float8, int8 and mxfp8 leave smaller layers alone.
+    width = 32 if config.float8.enable and config.float8.recipe == "mxfp8" else 16 if low_precision else 8
     head_dim = width if model.n_heads * model.head_dim == model.dim else 2 * width
     return {
         "model__n_layers": n_layers,
@@ -89,13 +81,11 @@ def _smaller_options_of_families(config: Config, seq_len: int, head_dim: int) ->
     factors for the channels of a smaller head, as keywords of `Config.replace`."""
     model, options = config.model, dict[str, Any]()
     if model.layer_pattern and not config.parallelism.module_fqns_per_model_part:
-        kinds = [
-            kind.model_copy(
-                update={"count": 1, "sliding_window": _smaller_window(kind.sliding_window, config, seq_len)}
-            )
-            for kind in model.layer_pattern
+        windows = [_smaller_window(kind.sliding_window, config, seq_len) for kind in model.layer_pattern]
+        options["model__layer_pattern"] = [
+            kind.model_copy(update={"count": 1, "sliding_window": window})
+            for kind, window in zip(model.layer_pattern, windows, strict=True)
         ]
-        options["model__layer_pattern"] = kinds
     for name in ("rope_short_factors", "rope_long_factors"):
         factors, n_pairs = getattr(model, name), int(head_dim * model.partial_rotary_factor) // 2
         if factors:

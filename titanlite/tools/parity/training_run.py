@@ -21,10 +21,8 @@ from titanlite.train_step import Totals
 
 
 class TrainingRun:
-    """This rank's model, optimizer and loader as train.py builds them, with random sequences as the data.
-
-    With a checkpointer, it resumes from the newest checkpoint. `last_step` is the step of that; 0 without one.
-    """
+    """This rank's model, optimizer and loader as train.py builds them, with random sequences as the data. With a
+    checkpointer, it resumes from the newest checkpoint. `last_step` is the step of that; 0 without one."""
 
     def __init__(
         self, config: Config, device: torch.device, checkpointer: Checkpointer | None = None, own: Parts = PLAIN
@@ -69,10 +67,8 @@ class TrainingRun:
 def run_layout(
     config: Config, launch: Launch, *, steps: int, checkpointer: Checkpointer | None = None, own: Parts = PLAIN
 ) -> Trace:
-    """Take training steps of a resolved config on all ranks, and with a checkpointer save after the last one.
-
-    Every rank must call it. Each returns the trace of the full model.
-    """
+    """Take training steps of a resolved config on all ranks, each of which must call it and gets the trace of the full
+    model. With a checkpointer, save after the last step."""
     run = TrainingRun(config, device_of(launch), checkpointer, own)
     last_step, sections = run.last_step + steps, (run.train_step, config.training)
     dataset_losses = DatasetLosses(run.loader.sequences, run.loader, *sections, data_rank=run.layout.data_rank)

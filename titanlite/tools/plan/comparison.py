@@ -4,7 +4,7 @@ import itertools
 import json
 import statistics
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.table import Table
 
@@ -35,7 +35,7 @@ def read_measurement(file: Path) -> Measurement:
         after_first = [
             (
                 line["time_metrics/end_to_end(s)"],
-                (line["n_tokens_seen"] - before["n_tokens_seen"]) / (line["step"] - before["step"]),
+                (_positions(line) - _positions(before)) / (line["step"] - before["step"]),
                 line["throughput(tps)"],
                 line["memory/max_active(GiB)"],
             )
@@ -50,6 +50,11 @@ def read_measurement(file: Path) -> Measurement:
     seconds, tokens, rates, memory = zip(*after_first, strict=True)
     ranks = round(tokens[-1] / rates[-1] / seconds[-1])
     return Measurement(list(seconds), round(tokens[-1]), ranks, max(memory))
+
+
+def _positions(line: dict[str, Any]) -> int:
+    """Return how many positions a run has computed, which are those that throughput counts."""
+    return line["n_tokens_seen"] + line.get("n_padding_seen", 0)
 
 
 def comparison_table(plan: Plan, file: Path) -> Table:

@@ -22,6 +22,7 @@ from titanlite.launch.process import Signals
 from titanlite.model import Llama
 from titanlite.own import PLAIN, Parts
 from titanlite.parallel import fsdp, mesh
+from titanlite.parallel.own_rules import RunsUncompiled
 from titanlite.parallel.pipeline import pipeline_stage
 from titanlite.tools.plan import expert_load
 from titanlite.tools.plan.find_device import find_device
@@ -154,7 +155,7 @@ def _build_stage(config: Config, layout: mesh.Layout, names: list[str], own: Par
     """Build a stage, of which only the operators of experts are compiled: fusion.py models the rest."""
     stage = build.build_stage(config, layout, names, CPU, own)
     for block in stage.layers.values():
-        if compiled and hasattr(block.feed_forward, "experts"):
+        if compiled and isinstance(block.feed_forward, RunsUncompiled):
             block.feed_forward.compile_operators(config.compile.backend)
     return stage
 
@@ -312,7 +313,7 @@ def _mark_layers(trace: OpTrace, stage: Llama) -> None:
         stage.register_forward_hook(functools.partial(before_backward, "layer head B", -1))
     for name, block in stage.layers.items():
         layer, last = int(name), "layer B"
-        if hasattr(block.feed_forward, "experts"):
+        if isinstance(block.feed_forward, RunsUncompiled):
             last, block.attend = "layer experts B", functools.partial(attend_and_mark, block.attend, layer)
         block.register_forward_pre_hook(lambda *_, layer=layer: trace.mark("layer F", layer), prepend=True)
         block.register_forward_hook(functools.partial(before_backward, last, layer))

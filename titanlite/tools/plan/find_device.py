@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from titanlite.config.loader import ConfigError, expectation, read_toml, show
+from titanlite.config.loader import ConfigError, did_you_mean, expectation, read_toml, show
 from titanlite.metrics.devices import DEVICES, Device
 
 
@@ -19,7 +19,8 @@ def find_device(name: str) -> Device:
         return DEVICES[name]
     file = Path(name).expanduser()
     if file.suffix != ".toml":
-        raise ConfigError([f'plan.device = "{name}": expected one of {", ".join(DEVICES)}, or a TOML file'])
+        problem = f"plan.device = {show(name)}: expected one of {', '.join(DEVICES)}, or a TOML file"
+        raise ConfigError([problem + did_you_mean(name, DEVICES)])
     try:
         return Device.model_validate(read_toml(str(file)))
     except ValidationError as error:

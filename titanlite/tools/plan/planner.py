@@ -20,7 +20,7 @@ from titanlite.config.loader import ConfigError, LoadedConfig
 from titanlite.config.schema import stage_modules
 from titanlite.config.stage_split import module_names, rank_of_stage
 from titanlite.launch.launcher import ranks_wanted
-from titanlite.launch.process import end_with_main_process, forkserver
+from titanlite.launch.process import end_after, forkserver
 from titanlite.launch.progress_bar import progress_bar
 from titanlite.metrics import devices
 from titanlite.metrics.flops import flops_per_token
@@ -237,7 +237,7 @@ def process_pool(n: int, *, preload: str, single_use: bool = False) -> Iterator[
 def start_worker() -> None:
     """Prepare a process of a pool: it ends with the main process, and the warnings of libraries, which are about real
     runs, are silenced."""
-    end_with_main_process()
+    end_after(multiprocessing.parent_process().join, "main process")
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
 

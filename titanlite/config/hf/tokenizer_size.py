@@ -1,0 +1,23 @@
+"""How many token ids the files of a tokenizer name, without the library that reads them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from titanlite.config.regular_file import read_file
+
+LARGEST_FILE, MOST_IDS = 2**26, 2**20
+"""Bytes of a tokenizer.json and ids of a tokenizer, at most; published ones have at most half as many."""
+
+
+def n_token_ids(path: Any) -> int:
+    """Return 1 + the largest id of a tokenizer.json, or the folder with it; 0 if it cannot be read, an error later."""
+    try:
+        file = Path(path).expanduser()
+        content = json.loads(read_file(file / "tokenizer.json" if file.is_dir() else file, LARGEST_FILE))
+        vocabulary = content["model"]["vocab"]
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        n = 1 + max([-1, *ids, *(token["id"] for token in content.get("added_tokens") or ())])
+        return n if type(n) is int and n <= MOST_IDS else 0
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError):
+        return 0

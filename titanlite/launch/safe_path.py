@@ -1,0 +1,23 @@
+"""The working directory is not on the path of modules: a copy.py or random.py there is not Python's."""
+
+import os
+import sys
+
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def leave_working_directory() -> None:
+    """Remove the first folder of this process's path, the working directory or the script's. Only a process's first
+    module may call this, before it imports anything that could be there."""
+    if not getattr(sys.flags, "safe_path", False):  # Python 3.11 or newer has this option
+        del sys.path[0]
+
+
+def keep_children_safe() -> None:
+    """Have the Python processes that this one starts leave the working directory out, and find this titanlite."""
+    specs = (finder.find_spec("titanlite", sys.path[1:]) for finder in sys.meta_path)
+    installed = next((spec.origin for spec in specs if spec), "")  # what they find without a PYTHONPATH
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if installed != os.path.join(PACKAGE, "__init__.py") and os.path.dirname(PACKAGE) not in paths:
+        paths.insert(0, os.path.dirname(PACKAGE))
+    os.environ |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(paths)}

@@ -1,0 +1,91 @@
+"""Rotary position embedding (RoPE, arXiv:2104.09864) and the ways to stretch it over longer sequences.
+
+Shapes: B batch, T sequence, H heads, K head_dim, R channels of a head with rotary embedding.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from titanlite.config.schema import Model
+
+
+def rope_frequencies(model: Model, length: int) -> Tensor:
+    """Return the angular frequency of each rotated pair of channels, radians per position, [R/2] in float64, for
+    sequences of `length` tokens.
+
+    With rope_scaling_factor > 1, wavelengths are stretched by it. "linear": all. "llama3": those longer than
+    rope_original_seq_len / rope_low_freq_factor; those shorter than rope_original_seq_len / rope_high_freq_factor stay,
+    and those between are blended (Llama 3.1 model card and reference code). "yarn" (arXiv:2309.00071): as llama3 with
+    rope_beta_slow and rope_beta_fast, but the pairs between are blended by their number and not by their wavelength.
+    "longrope" (arXiv:2402.13753): each pair has a factor of its own, another one in longer sequences.
+    """
+    dim, scaling = model.rope_dim, model.rope_scaling_factor
+    frequency = model.rope_theta ** -(torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim)
+    if scaling == 1:
+        return frequency
+    if model.rope_scaling_type == "longrope":
+        is_long = length > model.rope_original_seq_len
+        return frequency / frequency.new_tensor(model.rope_long_factors if is_long else model.rope_short_factors)
+    if model.rope_scaling_type == "linear":
+        return frequency / scaling
+    if model.rope_scaling_type == "yarn":
+        unscaled = 1 - _yarn_ramp(model)
+    else:
+        low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
+        periods = model.rope_original_seq_len * frequency / (2 * math.pi)  # of a pair within the original sequence
+        unscaled = ((periods - low) / (high - low)).clamp(0, 1)
+    return frequency * (unscaled + (1 - unscaled) / scaling)
+
+
+def _yarn_ramp(model: Model) -> Tensor:
+    """Return how far each pair of channels is stretched under YaRN, from 0 to 1, [R/2] in float64. The ramp begins and
+    ends at whole numbers of pairs, as in the paper's code, unless rope_yarn_truncate = false."""
+
+    def pair_with(periods: float) -> float:  # within the original sequence; between two pairs, in general
+        wavelength = model.rope_original_seq_len / periods
+        return model.rope_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(model.rope_theta))
+
+    down, up = (math.floor, math.ceil) if model.rope_yarn_truncate else (float, float)
+    begin = max(down(pair_with(model.rope_beta_fast)), 0)
+    end = min(up(pair_with(model.rope_beta_slow)), model.rope_dim - 1)
+    pairs = torch.arange(model.rope_dim // 2, dtype=torch.float64, device="cpu")
+    return ((pairs - begin) / (end - begin or 0.001)).clamp(0, 1)
+
+
+def rope_magnitude(model: Model) -> float:
+    """Return the factor on rotated queries and keys, which YaRN (section 3.4 of its paper) and LongRoPE scale so that
+    attention over more tokens is as sharp as before."""
+    if model.rope_scaling_factor == 1 or model.rope_scaling_type not in ("yarn", "longrope"):
+        return 1.0
+    if model.rope_attention_factor != -1:
+        return model.rope_attention_factor
+    growth = math.log(model.rope_scaling_factor)
+    if model.rope_scaling_type == "longrope":
+        return math.sqrt(1 + growth / math.log(model.rope_original_seq_len))
+    return 0.1 * growth + 1
+
+
+def rope_table(model: Model, length: int, dtype: torch.dtype, angle_dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return cos and sin of position * frequency, times the magnitude, [length, K/2, 2]; 1 and 0 for the channels
+    without rotary embedding, behind the others. Angles are computed in float64: positions in the millions have no
+    accurate sine in float32. The table is in float32, or in float64 for a float64 model."""
+    frequencies, magnitude = rope_frequencies(model, length).to(angle_dtype), rope_magnitude(model)
+    angles = torch.outer(torch.arange(length, dtype=angle_dtype, device="cpu"), frequencies)
+    table = magnitude * torch.stack((angles.cos(), angles.sin()), dim=-1)
+    rest = torch.tensor([1.0, 0.0], dtype=table.dtype).expand(length, (model.rope_width - model.rope_dim) // 2, 2)
+    return torch.cat((table, rest), dim=1).to(torch.promote_types(dtype, torch.float32))
+
+
+def apply_rotary_emb(x_BTHK: Tensor, rope_TK2: Tensor) -> Tensor:
+    """Rotate each pair of neighbouring channels of queries or keys by its position's angle, in float32 or better.
+    `rope_TK2` is cos and sin, [T, K/2, 2], or [B, T, K/2, 2] where positions differ between sequences."""
+    pairs = x_BTHK.to(torch.promote_types(x_BTHK.dtype, torch.float32)).unflatten(-1, (-1, 2))
+    cos_sin = rope_TK2.unsqueeze(-3)
+    if torch.compiler.is_compiling():  # inductor has no kernels for complex numbers, and fuses this into one
+        (cos, sin), signs = cos_sin.unsqueeze(-1).unbind(-2), 2 * torch.arange(2, device=pairs.device) - 1
+        rotated = pairs * cos + pairs.flip(-1) * (sin * signs)
+    else:  # one pass instead of seven
+        rotated = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.view_as_complex(cos_sin))
+    return rotated.flatten(-2).to(x_BTHK.dtype)

@@ -1,0 +1,102 @@
+"""The conversation of a dataset's row: its messages, its tools, and which messages are trained on."""
+
+import contextlib
+import json
+import re
+from typing import Any, NamedTuple
+
+from titanlite.config.loader import show
+from titanlite.config.schema import Training
+from titanlite.data.documents import text_of
+from titanlite.data.files import TOOLS
+
+ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool"}
+"""Roles that ShareGPT's key "from" has by other names."""
+TRAINED = ("train", "trainable", "training", "weight", "loss")
+"""Keys of a message by which other programs train on it (true, 1) or not (false, 0): axolotl, OpenAI, ms-swift."""
+OTHER_MASKS = ("mask", "masked", "loss_mask", "loss_scale", "loss_weight", "train_detail", "training_detail")
+"""Keys with which they mask or weight a message in ways of their own."""
+
+
+class Row(NamedTuple):
+    """A conversation; the messages of the assistant with the indices `not_trained` are excluded from training."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None
+    not_trained: set[int]
+
+
+def conversation_of(training: Training, values: dict[str, Any]) -> Row:
+    """Return the conversation of a row, by its columns. Raises ValueError if it has none, or says in an unsupported way
+    what is trained on."""
+    if training.dataset != "json":  # a table has null for a key that other rows have
+        values = _without_nulls(values)
+    tools = tools_of(values.get(TOOLS))
+    if training.dataset_format == "prompt_response":
+        roles = {"user": training.dataset_prompt_key, "assistant": training.dataset_response_key}
+        messages = [{"role": role, "content": text_of(values.get(key), key)} for role, key in roles.items()]
+        return Row(messages, tools, set())
+    rows = values.get(training.dataset_messages_key)
+    if not isinstance(rows, list) or not rows:
+        raise ValueError(f"expected a list of messages in column {training.dataset_messages_key}")
+    messages = [_message(row, number) for number, row in enumerate(rows, 1)]
+    return Row(messages, tools, {i for i, message in enumerate(messages) if not _is_trained(message, i + 1)})
+
+
+def tools_of(value: Any) -> list[Any] | None:
+    """Return the value of the column TOOLS, a list or its JSON; None if it has none. Raises ValueError for another."""
+    with contextlib.suppress(ValueError, RecursionError):
+        value = json.loads(value) if isinstance(value, str) and value.strip() else value
+    if value and not isinstance(value, list):
+        raise ValueError(f"column {TOOLS}: expected a list of tools, or its JSON, found {show(value)[:40]}")
+    return value or None
+
+
+def unread_keys(training: Training, messages: list[dict[str, Any]], source: str) -> set[str]:
+    """Return the keys of messages that the source of a template does not mention."""
+    words = {"role", "content", *TRAINED, *re.findall(r"\w+", source)}
+    keys = {key for message in messages for key in message} - words
+    return {f"{training.dataset_messages_key}[].{key}" for key in keys if not words.issuperset(re.findall(r"\w+", key))}
+
+
+def _message(row: Any, number: int) -> dict[str, Any]:
+    """Return a message with the keys role and content, also of one that ShareGPT writes with "from" and "value"."""
+    if isinstance(row, dict) and row.get("role") is None and isinstance(name := row.get("from"), str):
+        if name == "function_call":
+            raise ValueError(f'message {number}: "from": "{name}": write "role": "assistant" with "tool_calls"')
+        rest = {key: value for key, value in row.items() if key not in ("role", "from", "value")}
+        row = {"role": ROLES.get(name, name), "content": row.get("value"), **rest}
+    if not isinstance(row, dict) or not isinstance(row.get("role"), str):
+        problem = f'message {number}: expected an object with a string "role" and "content"'
+        raise ValueError(f'{problem}, or with "from" and "value"')
+    message = {key: value for key, value in row.items() if value is not None or key == "content"}
+    content, has_more = row.get("content"), any(key not in ("role", "content", *TRAINED) for key in message)
+    is_list = isinstance(content, list) and all(isinstance(part, dict) for part in content)
+    if not is_list and (content is not None or not has_more):  # a list has the parts of a text, and tools may be called
+        message["content"] = text_of(content, f"content of message {number}")
+    return message
+
+
+def _is_trained(message: dict[str, Any], number: int) -> bool:
+    """Return whether keys of a message allow to train on it. Raises ValueError if they say so in an unsupported way."""
+    for key in OTHER_MASKS:
+        if key in message:
+            problem = f'message {number}: the key "{key}" is not supported; write "train": true or false instead'
+            raise ValueError(f"{problem}, and only for whole messages of the assistant")
+    given = {key: message[key] for key in TRAINED if key in message}
+    for key, value in given.items():
+        if not isinstance(value, (bool, int, float)) or value not in (0, 1):
+            raise ValueError(f"message {number}: {key} = {show(value)}: expected 0, 1, false or true")
+        if value and message["role"] != "assistant":
+            problem = f"message {number}: {key} = {show(value)}: only what the assistant says is trained on"
+            raise ValueError(f"{problem}; remove it, or set it false")
+    if len(set(map(bool, given.values()))) > 1:
+        raise ValueError(f"message {number}: {' and '.join(given)} contradict each other; remove one")
+    return message["role"] != "assistant" or all(given.values())
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value without the keys of its objects that are null."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
