@@ -271,10 +271,18 @@ def _the_second_block_counts_twice(rank: int) -> Any:
     return mock.patch.object(build, "build_model", build_model)
 
 
-@pytest.mark.parametrize("kind", LOW_PRECISION)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.nightly if kind in ("bfloat16", "rowwise") else ())
+        for kind in LOW_PRECISION
+    ],
+)
 def test_low_precision_is_compared(ranks, tmp_path, capsys, kind: str):
     """Of right layouts no tensor differs and none is too coarse to compare. A tensor that is doubled, zero or has
-    nothing in common with the right one is named; but for gradients and updates, of which some are too coarse."""
+    nothing in common with the right one is named, except gradients and updates, of which some are too coarse. A few
+    tensors with nothing in common seem near, by their 16 products: in benchmarks/logs/fingerprints_low_precision.log at
+    most 4 of 585 updates of a precision, so more than 5 of a run's 117 have a probability of 2e-4."""
     reference, layout = runs_of(ranks, tmp_path, 2, LOW | LOW_PRECISION[kind])
     assert run_command("diff", [str(reference), str(layout)]) == 0
     assert "equal: " in capsys.readouterr().out
@@ -282,7 +290,7 @@ def test_low_precision_is_compared(ranks, tmp_path, capsys, kind: str):
     _, b = file.read(layout, 1)
     right = max(distance(a[name], b[name]) for name in b if name.startswith("forward layers"))
     assert right > compare.ROUNDING["float32"]  # the layouts do round differently
-    generator = torch.Generator().manual_seed(0)
+    generator, n_near = torch.Generator().manual_seed(0), 0
     for name, tensor in b.items():
         phase, random = name.split()[0], torch.randn(N_PRODUCTS, dtype=torch.float64, generator=generator)
         foreign = torch.cat([tensor[:1], tensor[:1].sqrt() * random])
@@ -290,7 +298,10 @@ def test_low_precision_is_compared(ranks, tmp_path, capsys, kind: str):
             entries = compare.compare_step(a, b | {name: other}, (described, described), {}, is_first=True)
             first = next((entry.name for entry in entries if entry.differs), None)
             is_coarse = first is None and any(entry.is_coarse for entry in entries)
-            assert first == name or (is_coarse and phase in ("gradient", "update")), name
+            is_near = other is foreign and not (first or is_coarse)
+            n_near += is_near
+            assert first == name or ((is_coarse or is_near) and phase in ("gradient", "update")), name
+    assert n_near <= 5
 
 
 @pytest.mark.parametrize("kind", ["tensorwise", "int8"])
