@@ -28,6 +28,7 @@ from titanlite.data import hf_tokenizer
 from titanlite.data.hf_tokenizer import HuggingFaceTokenizer
 from titanlite.data.tokenizer import encode_prompts
 from titanlite.techniques.data.chat_template import ChatTemplate
+from titanlite.techniques.data.rows import Row
 
 PROSE = [topics[name] for name in sorted(topics)]
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]"]
@@ -451,7 +452,7 @@ def squeezed(text: str) -> str:
 def masks(chat: Any, own: Any, case: str, name: str, messages: list[dict[str, Any]], tools: Any) -> Iterator[Case]:
     """Compare what is trained on, decoded, with the answers: each answer's text once, and no other message's."""
     with contextlib.suppress(ConfigError, ValueError):
-        parts = chat.parts(messages, tools)
+        parts = chat.conversations(Row(messages, tools))
         trained = []
         for stored in chat.encode(parts, "uint32"):
             trained.append(

@@ -26,6 +26,7 @@ from titanlite.data.worker import Worker, name_of
 from titanlite.loss import IGNORED
 from titanlite.techniques.data import chat_template
 from titanlite.techniques.data.chat_template import ChatTemplate, encode_questions
+from titanlite.techniques.data.rows import Row
 from titanlite.tools import evaluate
 
 BIT = not_trained_bit("uint16")
@@ -93,7 +94,7 @@ def test_tokens_and_masks_are_those_of_transformers(template, assets, source, me
 def trained_part(template: ChatTemplate, messages: list[dict[str, Any]]) -> list[str]:
     """The text of each run of tokens that are trained on, of all parts of a conversation."""
     texts = []
-    for tokens in template.encode(template.parts(messages), "uint16"):
+    for tokens in template.encode(template.conversations(Row(messages)), "uint16"):
         for is_trained, run in itertools.groupby(tokens.tolist(), lambda token: not token & BIT):
             if is_trained:
                 texts.append(template.tokenizer.tokenizer.decode([*run], skip_special_tokens=False))
@@ -340,7 +341,7 @@ def test_an_answer_is_trained_on_as_the_model_will_see_it(template):
     """What precedes it is what the template writes before an answer is asked for, without the reasoning before."""
     for source, n_parts in ((KEEPS_LAST, 2), (DROPS_ALL, 3)):
         own = template(source)
-        parts = own.parts(REASONING)
+        parts = own.conversations(Row(REASONING))
         assert len(parts) == n_parts
         loaded = own.tokenizer.loaded
         for answer in (1, 3):
@@ -388,7 +389,7 @@ def test_special_tokens_that_a_template_looks_for_need_the_option(template):
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b<stop>c"}]
     with pytest.raises(ValueError, match=r'set training.special_tokens_in_text = "special", or remove them$'):
         own.conversation(messages)
-    (part,) = own.parts(messages, special=True)
+    (part,) = own.conversations(Row(messages), special=True)
     tokens = own.encode([part], "uint32")[0] & 0x7FFFFFFF
     assert tokens.tolist() == own.tokenizer.loaded.apply_chat_template(messages, return_dict=False)
 

@@ -9,6 +9,7 @@ stand for them.
 """
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -25,7 +26,7 @@ from titanlite.data.hf_tokenizer import HuggingFaceTokenizer, reason_of, restart
 from titanlite.data.shard_builder import N_SEARCHED, spelled
 from titanlite.data.token_shards import DType, not_trained_bit
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.techniques.data.rows import conversation_of, unread_keys
+from titanlite.techniques.data.rows import KEYS, Row, conversation_of, unread_keys
 
 ESCAPE, BEGIN, END = "\ufdd0", "\ufdd1", "\ufdd2"
 """Noncharacters of Unicode: ESCAPE and the character after it stand for a text of `escaped`; BEGIN and END are around
@@ -42,7 +43,7 @@ TAGS = {
 }
 """What is written for these tags of a template: all of it in blocks, so that white space beside them stays trimmed."""
 Regions = list[tuple[str, bool]]
-"""The parts of a rendered text in order, and whether they are trained on."""
+"""The regions of a rendered text in order, and whether they are trained on."""
 
 
 class Conversation(str):
@@ -53,7 +54,7 @@ class Conversation(str):
     trained: list[tuple[int, int]]
     """The characters of `named` that are trained on, by their limits."""
     is_beginning = False
-    """Whether another part of the same row follows."""
+    """Whether another conversation of the same row follows."""
 
 
 class ChatTemplate:
@@ -75,9 +76,8 @@ class ChatTemplate:
         self._pattern = re.compile("|".join(map(re.escape, self.escaped)))
         self._numbers = {text: number for number, text in enumerate([*self.escaped, THOUGHT])}
         added = [token.content for token in tokenizer.tokenizer.get_added_tokens_decoder().values()]
-        self._written = re.compile(
-            "|".join([f"{ESCAPE}(?s:.?)", *map(re.escape, sorted(added, key=len, reverse=True))])
-        )
+        written = [f"{ESCAPE}(?s:.?)", *map(re.escape, sorted(added, key=len, reverse=True))]
+        self._written = re.compile("|".join(written))
         identity = json.dumps([tokenizer.loaded.chat_template, tokenizer.loaded.special_tokens_map, self.escaped])
         self.identity = hashlib.sha256(identity.encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -87,43 +87,37 @@ class ChatTemplate:
         return ChatTemplate(tokenizer).identity
 
     def document(self, training: Training, values: dict[str, Any], unread: set[str]) -> list[Conversation]:
-        """Return the conversation of a row, by its columns, in the parts that are trained on; `unread` gets the keys of
+        """Return the conversations of a row, by its columns, that are trained on; `unread` gets the keys of
         its messages that the template does not read. Raises ValueError if it is none, or cannot be rendered."""
         restart_time_limit()
         try:
             row = conversation_of(training, values)
-            unread |= unread_keys(training, row.messages, self._source(row.tools))
+            *_, words = self._source(row.tools)
+            unread |= unread_keys(training, row.messages, words)
             special = training.special_tokens_in_text == "special"
             if self._searched < N_SEARCHED and not special:  # the first conversations
-                self._searched, words = self._searched + 1, str(row.messages)
-                unread |= spelled(self.tokenizer, [words])
-            parts = self.parts(row.messages, row.tools, not_trained=row.not_trained, special=special)
+                self._searched += 1
+                unread |= spelled(self.tokenizer, [str(row.messages)])
+            found = self.conversations(row, special=special)
         except (RecursionError, MemoryError) as error:
             raise ValueError(f"a conversation that is too large, or nested too deep: {type(error).__name__}") from None
-        parts = [part for part in parts if part.trained] or parts[-1:]
-        for part in parts[:-1]:
-            part.is_beginning = True
-        return parts
+        found = [own for own in found if own.trained] or found[-1:]
+        for own in found[:-1]:
+            own.is_beginning = True
+        return found
 
     def conversation(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> Conversation:
-        """Return the text of messages, with tools that the assistant may call. Raises ValueError as `parts` does."""
-        return self.parts(messages, tools)[-1]
+        """Return the last of `conversations`."""
+        return self.conversations(Row(messages, tools))[-1]
 
-    def parts(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[Any] | None = None,
-        *,
-        not_trained: Collection[int] = (),
-        special: bool = False,
-    ) -> list[Conversation]:
-        """Return the text of messages, after those of their beginnings whose last answer is rendered in another way
-        when others follow, such as without its reasoning. Messages whose indices are `not_trained` are not trained on.
-        With `special`, special tokens in messages are such. Raises ValueError if the template cannot render them, or
-        does so in a way that does not tell what the assistant has said."""
+    def conversations(self, row: Row, *, special: bool = False) -> list[Conversation]:
+        """Return the text of a row's messages, after those of their beginnings whose last answer is rendered in another
+        way when others follow, such as without its reasoning. With `special`, special tokens in messages are such.
+        Raises ValueError if the template cannot render them, or its text does not tell what the assistant has said."""
+        messages, tools, not_trained = row
         if not any(message["role"] == "assistant" for message in messages):
             raise ValueError('no message has the role "assistant", so there is nothing to train on')
-        has_generation = bool(re.search(r"\{%[-+]?\s*generation\b", self._source(tools)))
+        _, has_generation, _ = self._source(tools)
         if len(messages) > LARGEST_CONVERSATION and not has_generation:
             problem = f"{len(messages):,} messages: expected at most {LARGEST_CONVERSATION:,}; divide it, or put what "
             raise ValueError(f"{problem}the assistant says into {{% generation %}} in {self.file}")
@@ -148,17 +142,16 @@ class ChatTemplate:
             regions = [(part, is_said and next(numbers, None) not in not_trained) for part, is_said in regions]
         else:
             regions, beginnings = self._regions_by_prefixes(escaped, tools_escaped, text, not_trained)
-        parts = [self._conversation(own) for own in [*beginnings, regions]]
-        if not not_trained and not any(part.trained for part in parts):
+        found = [self._conversation(own) for own in [*beginnings, regions]]
+        if not not_trained and not any(own.trained for own in found):
             raise ValueError(f"{self.file} renders nothing that the assistant has said")
-        return parts
+        return found
 
     def prompt(self, text: str) -> list[int]:
         """Return the tokens of a user's message and of the beginning of the assistant's answer. Raises ValueError if
         the template cannot render them."""
         rendered = self._render(self._escape([{"role": "user", "content": text}]), add_generation_prompt=True)
-        tokens = self.encode([self._conversation([(rendered, False)])], "uint32")[0]
-        return (tokens - np.uint32(not_trained_bit("uint32"))).tolist()
+        return self.encode([self._conversation([(rendered, True)])], "uint32")[0].tolist()
 
     def encode(self, conversations: list[Conversation], dtype: DType) -> list[np.ndarray]:
         """Return the tokens of each conversation; those that are not trained on have the bit `not_trained_bit`. A token
@@ -169,15 +162,13 @@ class ChatTemplate:
         for own, encoding in zip(conversations, encodings, strict=True):
             begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
             limits = np.array([*own.trained, (2**62, 2**62)], np.int64)
-            near = limits[
-                np.searchsorted(limits[:, 1], begins, side="right")
-            ]  # the first that ends after the token begins
+            near = limits[np.searchsorted(limits[:, 1], begins, side="right")]  # the first to end after it begins
             ids = np.array(encoding.ids, np.uint32)
             tokens.append(np.where(near[:, 0] < np.maximum(ends, begins + 1), ids, ids | bit).astype(dtype))
         return tokens
 
-    def _source(self, tools: Any) -> str:
-        return self.tokenizer.loaded.get_chat_template(tools=tools)
+    def _source(self, tools: Any) -> tuple[str, bool, frozenset[str]]:
+        return _analyzed(self.tokenizer.loaded.get_chat_template(tools=tools))
 
     def _escape(self, value: Any, special: bool = False) -> Any:
         """Return a value with the texts of `escaped` in its strings replaced; `special`: but not special tokens."""
@@ -205,9 +196,7 @@ class ChatTemplate:
         return self._written.sub(text_of_match, text)
 
     def _render(self, messages: list[dict[str, Any]], tools: Any = None, *, add_generation_prompt: bool = False) -> str:
-        source = self._source(tools)
-        for tag, marked in TAGS.items():
-            source = re.sub(rf"\{{%([-+]?)\s*{tag}\s*([-+]?)%\}}", marked, source)
+        source, *_ = self._source(tools)
         options = {"tools": tools, "chat_template": source, "add_generation_prompt": add_generation_prompt}
         try:
             return self.tokenizer.loaded.apply_chat_template(messages, tokenize=False, **options)
@@ -261,9 +250,7 @@ class ChatTemplate:
         texts = [self._read(text, named=True) for text, _ in regions]
         limits = itertools.pairwise(itertools.accumulate(map(len, texts), initial=0))
         conversation.named = "".join(texts)
-        conversation.trained = [
-            own for own, (text, is_trained) in zip(limits, regions, strict=True) if is_trained and text
-        ]
+        conversation.trained = [own for own, (text, said) in zip(limits, regions, strict=True) if said and text]
         return conversation
 
 
@@ -275,6 +262,17 @@ def encode_questions(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
         return [template.prompt(text) for text in texts]
     except ValueError as error:
         raise ConfigError([f"--chat: {error}"]) from None
+
+
+@functools.lru_cache(maxsize=4)
+def _analyzed(source: str) -> tuple[str, bool, frozenset[str]]:
+    """Return the source of a template with the TAGS, whether it has {% generation %} blocks, and the keys of messages
+    that it may read: its words."""
+    marked = source
+    for tag, text in TAGS.items():
+        marked = re.sub(rf"\{{%([-+]?)\s*{tag}\s*([-+]?)%\}}", text, marked)
+    has_generation = bool(re.search(r"\{%[-+]?\s*generation\b", source))
+    return marked, has_generation, frozenset([*KEYS, *re.findall(r"\w+", source)])
 
 
 def _common(one: str, other: str) -> str:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from titanlite.config.loader import show
@@ -14,6 +15,8 @@ ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "
 """Roles that ShareGPT's key "from" has by other names."""
 TRAINED = ("train", "trainable", "training", "weight", "loss")
 """Keys of a message by which other programs train on it (true, 1) or not (false, 0): axolotl, OpenAI, ms-swift."""
+KEYS = ("role", "content", *TRAINED)
+"""Keys of a message that are read, whatever the template reads."""
 OTHER_MASKS = ("mask", "masked", "loss_mask", "loss_scale", "loss_weight", "train_detail", "training_detail")
 """Keys with which they mask or weight a message in ways of their own."""
 
@@ -22,8 +25,8 @@ class Row(NamedTuple):
     """A conversation; the messages of the assistant with the indices `not_trained` are excluded from training."""
 
     messages: list[dict[str, Any]]
-    tools: list[Any] | None
-    not_trained: set[int]
+    tools: list[Any] | None = None
+    not_trained: Collection[int] = ()
 
 
 def conversation_of(training: Training, values: dict[str, Any]) -> Row:
@@ -35,7 +38,7 @@ def conversation_of(training: Training, values: dict[str, Any]) -> Row:
     if training.dataset_format == "prompt_response":
         roles = {"user": training.dataset_prompt_key, "assistant": training.dataset_response_key}
         messages = [{"role": role, "content": text_of(values.get(key), key)} for role, key in roles.items()]
-        return Row(messages, tools, set())
+        return Row(messages, tools)
     rows = values.get(training.dataset_messages_key)
     if not isinstance(rows, list) or not rows:
         raise ValueError(f"expected a list of messages in column {training.dataset_messages_key}")
@@ -52,9 +55,8 @@ def tools_of(value: Any) -> list[Any] | None:
     return value or None
 
 
-def unread_keys(training: Training, messages: list[dict[str, Any]], source: str) -> set[str]:
-    """Return the keys of messages that the source of a template does not mention."""
-    words = {"role", "content", *TRAINED, *re.findall(r"\w+", source)}
+def unread_keys(training: Training, messages: list[dict[str, Any]], words: frozenset[str]) -> set[str]:
+    """Return the keys of messages that are not among the words of a template's source."""
     keys = {key for message in messages for key in message} - words
     return {f"{training.dataset_messages_key}[].{key}" for key in keys if not words.issuperset(re.findall(r"\w+", key))}
 
@@ -70,7 +72,7 @@ def _message(row: Any, number: int) -> dict[str, Any]:
         problem = f'message {number}: expected an object with a string "role" and "content"'
         raise ValueError(f'{problem}, or with "from" and "value"')
     message = {key: value for key, value in row.items() if value is not None or key == "content"}
-    content, has_more = row.get("content"), any(key not in ("role", "content", *TRAINED) for key in message)
+    content, has_more = row.get("content"), any(key not in KEYS for key in message)
     is_list = isinstance(content, list) and all(isinstance(part, dict) for part in content)
     if not is_list and (content is not None or not has_more):  # a list has the parts of a text, and tools may be called
         message["content"] = text_of(content, f"content of message {number}")
