@@ -80,7 +80,7 @@ RIGHT = [
     {**PLACE, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "65535", "LOG_RANK": "1,9"},
     {**PLACE, "MASTER_ADDR": "fe80::1%eth0", "MASTER_PORT": "", "LOG_RANK": ""},
     {**PLACE, "NNODES": "1:4", "NODE_RANK": "3"},
-    {"NODE_RANK": "5"},  # of an allocation, each of whose nodes has a run of its own
+    {"NODE_RANK": "5"},  # an allocation has it, each of whose nodes has a run of its own
 ]
 WRONG_VALUES = {
     "MASTER_PORT": ["tcp://10.0.0.1:29500", "0", "99999", "65536", "-1", "http", "29500 ", "٣"],

@@ -74,7 +74,7 @@ def test_verify_builds_damaged_shards_again(tmp_path, capsys, monkeypatch):
     write(tmp_path / "a.jsonl", some_texts())
     command.tokenize(options(tmp_path))
     first, _, *others = capsys.readouterr().out.splitlines(keepends=True)
-    before = "".join([first, *others])  # what is not read is named when the cache is built
+    before = "".join([first, *others])  # columns that are not read are named when the cache is built
     (shard,) = (tmp_path / "cache").glob("*/*.safetensors")
     content = shard.read_bytes()
     shard.write_bytes(content[:4096] + bytes([content[4096] ^ 1]) + content[4097:])

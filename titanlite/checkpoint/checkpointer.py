@@ -114,8 +114,8 @@ class Checkpointer:
             path = self.folder / names[-1]
             state, problems = self._try(path, model, optimizer)
             if not problems:
-                for path, problem in damaged if dist.get_rank() == 0 else []:  # no later start tries or counts them
-                    print(f"{problem}; renamed to {self._names.set_aside(path, DAMAGED)}", flush=True)
+                for bad, problem in damaged if dist.get_rank() == 0 else []:  # so that no later start tries them
+                    print(f"{problem}; renamed to {self._names.set_aside(bad, DAMAGED)}", flush=True)
                 paths = [Path(name) for name in names if name.endswith(UNCONFIRMED)]
                 self.unconfirmed = [state_of(path)[0] for path in paths]
                 return state

@@ -91,9 +91,9 @@ def check_all(*checks: Callable[[], Any], problems: Sequence[str] = ()) -> None:
 
 
 def print_problems(error: ConfigError) -> None:
-    """Print one line per problem to standard error. What a file or a library says in it moves no cursor."""
+    """Print one line per problem to standard error."""
     for problem in error.problems:
-        print(f"error: {printable(problem)}", file=sys.stderr)
+        print(f"error: {problem}", file=sys.stderr)
 
 
 class Rejection(NamedTuple):
@@ -184,7 +184,7 @@ def load_values(
     problems = _override(kind, _with_values(kind, arguments), values, origins)
     try:
         config, bad_keys, value_problems = _validate(kind, values, file, origins)
-    except ConfigError as error:  # of the folder that model.flavor = "from_hf" reads: another flavor stands in
+    except ConfigError as error:  # the folder of model.flavor = "from_hf" is wrong: another flavor stands in
         values["model"].pop("flavor")
         config, bad_keys, value_problems = _validate(kind, values, file, origins)
         bad_keys |= {key for key in options_of(kind) if key.startswith("model.")}

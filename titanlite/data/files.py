@@ -241,8 +241,8 @@ def _select(training: Training, row: Any, begin: int, end: int, columns: Sequenc
     """Return the row that is a JSON object, with some of its columns."""
     if not isinstance(row, dict):
         raise BadRowError(begin, f"expected a JSON object, found a value of type {type(row).__name__}")
-    if problem := no_column(training, row):
-        raise BadRowError(begin, problem)
+    if not row.keys() >= {*columns}:
+        raise BadRowError(begin, no_column(training, row))
     own = columns_in(training, columns, row)
     return Row(begin, end, {column: row[column] for column in own}, row.keys() - own)
 

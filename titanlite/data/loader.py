@@ -107,7 +107,7 @@ class Loader:
         # Checkpoints of earlier versions have no streaming_shards; they can be resumed unless their data was streamed.
         self._shard_states = {int(number): saved for number, saved in state.get("streaming_shards", {}).items()}
         reader = sequences.read(self.position + self.data_rank, self.data_parallel_degree, dict(self._shard_states))
-        self._ready = queue.Queue[Any](maxsize=PREFETCH_STEPS)  # what `next` needs, or an exception
+        self._ready = queue.Queue[Any](maxsize=PREFETCH_STEPS)  # items are what `next` needs, or an exception
         self._closed = False
         self._thread = threading.Thread(target=self._prefetch, args=(reader,), name="data", daemon=True)
         self._thread.start()

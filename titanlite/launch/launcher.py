@@ -165,9 +165,9 @@ def main(argv: list[str]) -> int:
         print(f"{__doc__}\n{help_text(argv)}")
         return 0
     signals = listen_as_launcher()
-    n_devices = count_devices()
-    loaded = load_and_check(argv, lambda loaded: ranks_per_node(loaded, os.environ, n_devices))
-    ranks = ranks_per_node(loaded, os.environ, n_devices)
+    n_devices, found = count_devices(), list[int]()
+    loaded = load_and_check(argv, lambda loaded: found.append(ranks_per_node(loaded, os.environ, n_devices)))
+    (ranks,) = found
     require_place(os.environ, ranks)
     if loaded.config.fault_tolerance.enable:
         require_torchft()

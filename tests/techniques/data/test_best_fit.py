@@ -272,7 +272,8 @@ def test_the_validation_split_is_packed_once_and_padded(options):
 
 def test_documents_of_one_token_only_are_rejected(tmp_path, options, assets):
     path = write(tmp_path / "empty.jsonl", ["", ""])
-    assets.file.write_text(json.dumps({**json.loads(assets.file.read_text()), "post_processor": None}))  # no BOS
+    content = json.loads(assets.file.read_text()) | {"post_processor": None}  # such a tokenizer adds no BOS
+    assets.file.write_text(json.dumps(content))
     tokenizer = assets.open(eos_token="</s>")
     trained = training(**{**options, "dataset_path": str(path)})
     line = rejection(

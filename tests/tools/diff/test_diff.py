@@ -390,7 +390,7 @@ def test_what_one_run_lacks_is_named(ranks, tmp_path, capsys):
     assert "equal" not in printed
     changed = {**tensors, "forward layers.2": 2 * tensors["forward layers.2"]}
     file.write(b, described, {name: each for name, each in changed.items() if name != "backward layers.1"})
-    assert run_command("diff", [str(a), str(b)]) == 1  # what is wrong is wrong, whatever else is not compared
+    assert run_command("diff", [str(a), str(b)]) == 1  # a wrong tensor decides, whatever else is not compared
 
 
 def _truncate(a: Path, b: Path) -> None:

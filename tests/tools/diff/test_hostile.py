@@ -302,6 +302,6 @@ def test_the_time_is_linear_in_the_number_of_tensors(kind: str):
         compare.compare_step(fingerprints, fingerprints, (description, description), {}, is_first=True)
         return time.process_time() - begin
 
-    seconds(100)  # which imports and allocates
+    seconds(100)  # the first call imports and allocates
     small, large = (min(seconds(n) for _ in range(3)) for n in (2000, 8000))
     assert large < 8 * small  # 4 times as many: 16 times as long, if it were quadratic
