@@ -154,12 +154,12 @@ def load(kind: type[Options], argv: list[str], *, usage: str, rules: Rules) -> L
     """
     argv = _with_values(kind, argv)
     names = [argument for argument in argv if not argument.startswith("-")]
-    arguments = [argument for argument in argv if argument.startswith("-")]
+    options = [argument for argument in argv if argument.startswith("-")]
     if len(names) != 1 or not names[0]:
-        problem = f"{COMMAND_LINE}: expected one config, got {' '.join(names) or 'none'}; {usage}"
-        raise ConfigError([problem, *_override(kind, arguments, {}, {})])
+        first = f"{COMMAND_LINE}: expected one config, got {' '.join(names) or 'none'}; {usage}"
+        check_all(lambda: load_values(kind, {}, COMMAND_LINE, options, rules=lambda *_: Rejections()), problems=[first])
     file = str(find_config(names[0]))
-    return load_values(kind, read_toml(file), file, arguments, rules=rules)
+    return load_values(kind, read_toml(file), file, options, rules=rules)
 
 
 def _with_values(kind: type[Section], argv: list[str]) -> list[str]:

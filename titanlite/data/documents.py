@@ -10,7 +10,7 @@ from typing import Any
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.regular_file import open_file
 from titanlite.data import hub
-from titanlite.data.files import Row, Segment, files_of, place, read_rows, segment_of
+from titanlite.data.files import Row, Segment, errors_of, files_of, place, read_rows, segment_of
 from titanlite.data.source import Source
 
 SAMPLE_BYTES, SAMPLES = 2**16, 16  # of a large file, for _content_hash
@@ -119,7 +119,7 @@ def _content_hash(files: Sequence[Path], *, with_times: bool) -> str:
     for path in files:
         status = path.stat()
         content.update(f"{status.st_size}/{status.st_mtime_ns if with_times else ''}/".encode())
-        with open_file(path) as file:
+        with errors_of(path), open_file(path) as file:
             for sample in range(samples):
                 file.seek(max(status.st_size - SAMPLE_BYTES, 0) * sample // (samples - 1))
                 content.update(file.read(SAMPLE_BYTES))

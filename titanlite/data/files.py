@@ -93,7 +93,7 @@ class BadRowError(Exception):
 def files_of(source: Source) -> list[Path]:
     """Return the files that a path, folder or glob names, sorted so that every machine reads them in the same order.
     Print which those of a folder or glob are, and what is left out. Raises ConfigError if there are none."""
-    path = Path(source.training.dataset_path).expanduser()
+    path = Path(os.path.expanduser(source.training.dataset_path))
     names, reasons, is_folder = {path.name: path}, dict[str, str](), path.is_dir()
     if is_folder or not path.exists():
         found = path.rglob("*") if is_folder else map(Path, glob.glob(str(path), recursive=True))
@@ -101,9 +101,8 @@ def files_of(source: Source) -> list[Path]:
         root = path if is_folder or not files else Path(os.path.commonpath([file.parent for file in files]))
         names = {str(file.relative_to(root)): file for file in files}
         reasons = _left_out(source, names, is_folder=is_folder)
-    line = ""
-    for reason in dict.fromkeys(reasons.values()):
-        line += f"; left out as {reason}: {_listed([name for name in reasons if reasons[name] == reason])}"
+    left_out = {reason: [name for name, own in reasons.items() if own == reason] for reason in reasons.values()}
+    line = "".join(f"; left out as {reason}: {_listed(own)}" for reason, own in left_out.items())
     read = [name for name in names if name not in reasons]
     if not read:
         suffixes = " or ".join(SUFFIXES[source.training.dataset])
@@ -131,11 +130,12 @@ def _left_out(source: Source, files: dict[str, Path], *, is_folder: bool) -> dic
             reasons[name] = f"not ending in {' or '.join(suffixes)}"
         elif unpacked != name and unpacked in files:
             reasons[name] = "there uncompressed"
-    words = {name: SPLIT.finditer(name.lower()) for name in files if name not in reasons}
+    words = {name: SPLIT.finditer(name.lower()) for name in files if reasons.get(name) != "hidden"}
     splits = {name: [0, *(word.lastindex for word in of_name)][-1] for name, of_name in words.items()}
-    found = set(splits.values())
+    found = {split for name, split in splits.items() if name not in reasons}
     own = {0, 1} if source.path_option.startswith("training") else {2} & found or {3} & found or found
-    return reasons | {name: "of another split" for name, split in splits.items() if 1 in found and split not in own}
+    others = {name: "of another split" for name, split in splits.items() if split not in own}
+    return others | reasons if 1 in splits.values() else reasons
 
 
 def _listed(names: list[str]) -> str:
@@ -157,7 +157,7 @@ def _rows_are(training: Training, path: Path) -> str:
 
 def segment_of(training: Training, path: Path) -> Segment:
     """Return the segment of all rows of a file. Raises ConfigError if it cannot be read."""
-    with _errors_of(path), open_file(path) as file:
+    with errors_of(path), open_file(path) as file:
         end = size = path.stat().st_size
         if (rows := _rows_are(training, path)) == "parquet":
             end = _parquet(path).metadata.num_rows
@@ -172,7 +172,7 @@ def read_rows(training: Training, segment: Segment, columns: Sequence[str]) -> I
     """Yield the rows of a segment with some of their columns. Raises ConfigError, with the file and the row, for what
     is no row or lacks a column, and TrainingError if the file cannot be read now, and perhaps can later."""
     path = Path(segment.file)
-    with _errors_of(path):
+    with errors_of(path):
         try:
             yield from _READERS.get(_rows_are(training, path), _text_rows)(training, path, segment, columns)
         except BadRowError as error:
@@ -201,7 +201,7 @@ def _skip(file: BinaryIO, n: int) -> int:
 
 
 @contextlib.contextmanager
-def _errors_of(path: Path) -> Iterator[None]:
+def errors_of(path: Path) -> Iterator[None]:
     """Raise what reading a file raises with a message of one line."""
     try:
         yield

@@ -100,7 +100,8 @@ class HuggingFaceTokenizer(Tokenizer):
             self.tokenizer.no_padding()
             ids, added = self.tokenizer.get_vocab(), self.tokenizer.get_added_tokens_decoder().values()
             special = [token.content for token in added if token.special and not self.loaded.split_special_tokens]
-            self.names = {text: secrets.token_hex(16) for text in special}  # drawn anew, so that no text has them
+            # Drawn anew, so that no text has them. The ends stay: a token may need to be a word of its own.
+            self.names = {text: f"{text[0]}{secrets.token_hex(16)}{text[-1]}" for text in special}
             word = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).encode("a")
             around = self.tokenizer.post_process(word)  # a text of one token, and what is added to it
             at = around.special_tokens_mask.index(0)
@@ -121,7 +122,8 @@ class HuggingFaceTokenizer(Tokenizer):
     @functools.cached_property
     def ordinary(self) -> Any:
         """The same tokenizer with special tokens by their `names`: what a text spells out is none of them."""
-        named = {json.dumps(text, ensure_ascii=False): f'"{name}"' for text, name in self.names.items()}
+        dump = functools.partial(json.dumps, ensure_ascii=False)
+        named = {dump(text): dump(name) for text, name in self.names.items()}
         pattern = "|".join(map(re.escape, named)) or "(?!)"
         content = re.sub(pattern, lambda match: named[match[0]], self.tokenizer.to_str())
         tokenizer = type(self.tokenizer).from_str(content)

@@ -82,11 +82,8 @@ def open_sequences(
 ) -> tuple[Sequences | Mixture, SplitSequences | None, str]:
     """Open the training split and, where validation is enabled, the validation split. Also return the identity of the
     training data: equal for two runs only if their global indices name the same sequences (of two mixtures, if their
-    own identities are equal too).
-
-    Epochs are shuffled by `seed`. The rank with `builds_cache`, one per node, builds a missing token cache. Data that
-    cannot be read or is too short raises ConfigError.
-    """
+    own identities are equal too). Epochs are shuffled by `seed`. The rank with `builds_cache`, one per node, builds a
+    missing token cache. Raises ConfigError for data that cannot be read or is too short."""
     options = {"cache_folder": training.cache_folder, "builds_cache": builds_cache}
     needed = token_caches(training, validation)
     caches = [(each, open_cache(each.source, tokenizer, each.fraction, **options)) for each in needed]

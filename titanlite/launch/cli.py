@@ -97,6 +97,6 @@ def run_command(name: str, arguments: list[str]) -> int:
         module, _ = COMMANDS[name]  # imported here, so that a command does not wait for the imports of the others
         return importlib.import_module(module).main(arguments)
     except ConfigError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # every rank finds the same problems
+        if name not in ("generate", "eval") or os.environ.get("LOCAL_RANK", "0") == "0":  # ranks find the same problems
             print_problems(error)
         return 2

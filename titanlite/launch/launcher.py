@@ -202,5 +202,5 @@ def environment_of_ranks(ranks: int) -> dict[str, str]:
         # Fewer, larger segments: less memory lost to fragmentation. The older name of this variable,
         # PYTORCH_CUDA_ALLOC_CONF, is read too (2.11 warns of it, 2.13 prefers it), so whoever sets that one means it.
         **({} if "PYTORCH_CUDA_ALLOC_CONF" in os.environ else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
-        **os.environ,
+        **{name: text for name, text in os.environ.items() if text or name != "OMP_NUM_THREADS"},
     }

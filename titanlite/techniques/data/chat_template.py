@@ -97,7 +97,7 @@ class ChatTemplate:
             special = training.special_tokens_in_text == "special"
             if self._searched < N_SEARCHED and not special:  # the first conversations
                 self._searched += 1
-                unread |= spelled(self.tokenizer, [str(row.messages)])
+                unread |= spelled(self.tokenizer, [f"{row.messages}{row.tools}"])
             found = self.conversations(row, special=special)
         except (RecursionError, MemoryError) as error:
             raise ValueError(f"a conversation that is too large, or nested too deep: {type(error).__name__}") from None
@@ -125,7 +125,7 @@ class ChatTemplate:
         escaped, tools_escaped = self._escape(messages, special), self._escape(tools, special)
         text = self._render(escaped, tools_escaped)
         text.encode()  # UnicodeEncodeError, which is a ValueError, if it has half of a surrogate pair
-        if ESCAPE in text and self._read(text) != self._render(messages, tools):
+        if (escaped, tools_escaped) != (messages, tools) and self._read(text) != self._render(messages, tools):
             problem = f"{self.file} reads special tokens in messages, which are ordinary text; set "
             raise ValueError(f'{problem}training.special_tokens_in_text = "special", or remove them')
         for number, message in enumerate(escaped, 1):
@@ -173,7 +173,7 @@ class ChatTemplate:
     def _escape(self, value: Any, special: bool = False) -> Any:
         """Return a value with the texts of `escaped` in its strings replaced; `special`: but not special tokens."""
         if isinstance(value, dict):
-            return {key: self._escape(item, special) for key, item in value.items()}
+            return {self._escape(key, special): self._escape(item, special) for key, item in value.items()}
         if isinstance(value, list):
             return [self._escape(item, special) for item in value]
         if isinstance(value, str):

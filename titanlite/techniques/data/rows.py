@@ -66,8 +66,8 @@ def _message(row: Any, number: int) -> dict[str, Any]:
     if isinstance(row, dict) and row.get("role") is None and isinstance(name := row.get("from"), str):
         if name == "function_call":
             raise ValueError(f'message {number}: "from": "{name}": write "role": "assistant" with "tool_calls"')
-        rest = {key: value for key, value in row.items() if key not in ("role", "from", "value")}
-        row = {"role": ROLES.get(name, name), "content": row.get("value"), **rest}
+        rest = {key: value for key, value in row.items() if key not in ("from", "value")}
+        row = {**rest, "role": ROLES.get(name, name), "content": row.get("value")}
     if not isinstance(row, dict) or not isinstance(row.get("role"), str):
         problem = f'message {number}: expected an object with a string "role" and "content"'
         raise ValueError(f'{problem}, or with "from" and "value"')
