@@ -19,7 +19,7 @@ README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [README, *DOCS, *sorted((ROOT / "benchmarks").glob("*.md")), ROOT / "verification" / "README.md"]
 PROSE_COLUMNS, README_LINES = 100, 200
-MOST_PAGES, MOST_LINES = 22, 4820
+MOST_PAGES, MOST_LINES = 23, 4938
 """Of pages in docs/ that are written by hand. Commands write docs/reference/, docs/testing.md and docs/families.md."""
 
 FENCE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)

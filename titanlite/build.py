@@ -18,13 +18,13 @@ from titanlite.checkpoint.run import RunCheckpoints
 from titanlite.config import Config, Launch
 from titanlite.config.schema import Debug, Optimizer, Training, numerics, stage_modules
 from titanlite.config.stage_split import rank_of_stage
-from titanlite.data.loader import Batch, Loader, SequenceShard, n_validation_batches, validation_batches
+from titanlite.data.loader import Batch, Loader, SequenceShard, Share, n_validation_batches, validation_batches
 from titanlite.data.open import open_sequences, tokenizer_of_run
 from titanlite.data.packing import Mixture, Sequences, SplitSequences
 from titanlite.init import init_weights
 from titanlite.launch.process import Signals
 from titanlite.launch.same_config import compared_over_ranks, options_of_run
-from titanlite.loss import chunked_cross_entropy
+from titanlite.loss import chunked_cross_entropy, cross_entropy
 from titanlite.metrics import logger as metrics
 from titanlite.metrics import provenance
 from titanlite.metrics.flops import flops_per_token
@@ -49,6 +49,21 @@ class Data(NamedTuple):
     """Of the datasets and the tokenizer: the same for the same sequences."""
 
 
+class Run(NamedTuple):
+    """What is built of a run, for the builders of what needs it. Tools that only compute leave out the last three."""
+
+    config: Config
+    layout: Layout
+    device: torch.device
+    model: Llama
+    """All modules of this rank, under their names in the full model: what optimizer, checkpoint and norm see."""
+    stages: dict[int, Llama]
+    """Pipeline stages by number, which run; without a pipeline, stage 0 is the model itself."""
+    optimizer: torch.optim.Optimizer | None = None
+    data: Data | None = None
+    signals: Signals | None = None
+
+
 def set_seed(debug: Debug, rank: int) -> None:
     """Seed this rank's generators, and choose deterministic algorithms if debug.deterministic is set."""
     torch.manual_seed(debug.seed + rank)
@@ -59,7 +74,7 @@ def set_seed(debug: Debug, rank: int) -> None:
 
 def meta_model(config: Config, modules: Collection[str] | None = None) -> Llama:
     """Return the model, or the named modules of it, on the meta device: without memory for its weights."""
-    model = build_llama(config.model, max_seq_len=config.training.seq_len, modules=modules)
+    model = build_llama(config.model, max_seq_len=config.training.seq_len, modules=modules, block=config.own.block)
     return model.to(getattr(torch, config.training.dtype))
 
 
@@ -72,10 +87,11 @@ def build_stage(config: Config, layout: Layout, modules: Collection[str] | None,
     """Return the named modules, or all, parallelized over the mesh, still on the meta device.
 
     Raises:
-        ConfigError: if float8 or int8 is enabled and the device lacks it, or no layer is converted.
+        ConfigError: for float8 or int8 that the device lacks or no layer has, or an own block that cannot be right.
     """
     parallelism, training = config.parallelism, config.training
     stage = meta_model(config, modules)
+    config.own.prepare(stage, config.model, training, parallelism)
     if config.float8.enable or config.int8.enable:
         from titanlite.techniques.low_precision import convert_linear_layers  # here, since a plain run needs none of it
 
@@ -84,23 +100,19 @@ def build_stage(config: Config, layout: Layout, modules: Collection[str] | None,
         convert_linear_layers(stage, config.float8, config.int8, **settings)
     if stage.output is not None:
         arguments = {"n_chunks": training.loss_chunks, "loss_parallel": not parallelism.disable_loss_parallel}
-        stage.output.loss = functools.partial(chunked_cross_entropy, **arguments)
+        token_loss = config.own.loss or cross_entropy
+        stage.output.loss = functools.partial(chunked_cross_entropy, token_loss=token_loss, **arguments)
     sections = {"parallelism": parallelism, "training": training, "compile": config.compile}
     parallelize(stage, layout, **sections, activation_checkpoint=config.activation_checkpoint)
     return stage
 
 
 def build_model(config: Config, layout: Layout, device: torch.device) -> tuple[Llama, dict[int, Llama]]:
-    """Return all modules of this rank as one model, sharded and with their initial weights, and its pipeline stages.
-
-    Returns:
-        A Llama that holds every module of this rank under its name in the full model: what the optimizer, the
-        checkpoint and the gradient norm see. And the stages by number, which run; without a pipeline, stage 0 is the
-        model itself.
-    """
+    """Return the model and the stages of a Run, sharded and with their initial weights."""
     schedule, degree = config.parallelism.pipeline_parallel_schedule, config.parallelism.pipeline_parallel_degree
     modules_of_stages = stage_modules(config) if degree > 1 else [None]
     ranks = rank_of_stage(schedule, degree, len(modules_of_stages))
+    config.own.check_loss(config.model, config.parallelism, layout.mesh["tp"].get_group(), device)
     stages: dict[int, Llama] = {}
     for number, modules in enumerate(modules_of_stages):
         if ranks[number] == layout.mesh.get_local_rank("pp"):
@@ -120,16 +132,9 @@ def build_model(config: Config, layout: Layout, device: torch.device) -> tuple[L
     return model, stages
 
 
-def build_train_step(
-    config: Config,
-    layout: Layout,
-    model: Llama,
-    stages: dict[int, Llama],
-    device: torch.device,
-    groups: OneGroup | None = None,
-) -> TrainStep:
-    """Return the forward, backward and update of this rank's optimizer steps, for what `build_model` and `build_groups`
-    returned. `groups`: None for one group."""
+def build_train_step(run: Run, groups: OneGroup | None = None) -> TrainStep:
+    """Return the forward, backward and update of this rank's optimizer steps. `groups`: None for one group."""
+    config, layout, device, model, stages = run[:5]
     parallelism, training = config.parallelism, config.training
     for stage in stages.values():
         use_in_place(stage, parallelism, training)
@@ -176,23 +181,16 @@ def build_guard(training: Training, device: torch.device) -> StepGuard:
     return StepGuard(training.nonfinite_steps_allowed, loss_scale, outliers)
 
 
-def build_groups(
-    config: Config,
-    model: Llama,
-    optimizer: torch.optim.Optimizer,
-    data_identity: str,
-    device: torch.device,
-    signals: Signals,
-) -> OneGroup:
+def build_groups(run: Run) -> OneGroup:
     """Return which steps there are, and what is summed over whom: one group, or the replica groups of
     [fault_tolerance]. They connect when they begin."""
-    section = config.fault_tolerance
+    section = run.config.fault_tolerance
     if not section.enable:
         return OneGroup()
     from titanlite.techniques.replicas.torchft import Replicas
 
-    identity = [*numerics(config), data_identity]
-    return Replicas(section, config.comm, model, optimizer, identity, device, signals)
+    identity = [*numerics(run.config), run.data.identity]
+    return Replicas(section, run.config.comm, run.model, run.optimizer, identity, run.device, run.signals)
 
 
 def build_balance(config: Config, model: Llama, device: torch.device) -> Balance | None:
@@ -208,7 +206,8 @@ def build_optimizer(
     config: Config, model: Llama, stages: Collection[Llama] = (), layout: Layout | None = None
 ) -> torch.optim.Optimizer:
     """Return the optimizer of a model whose weights FSDP gathers for these stages, if any. Every rank must call it."""
-    optimizer = optimizer_for(model, config.optimizer, layout.mesh if layout else None)
+    own = config.own.optimizer and config.own.optimizer(model, config.optimizer)
+    optimizer = own or optimizer_for(model, config.optimizer, layout.mesh if layout else None)
     if stages and config.float8.precompute_float8_dynamic_scale_for_fsdp:
         from titanlite.parallel.float8 import precompute_scales
 
@@ -251,6 +250,10 @@ def build_data(config: Config, *, builds_cache: bool) -> Data:
     Raises:
         ConfigError: if the data cannot be read or differs between ranks, or the tokenizer does not fit the model.
     """
+    if config.own.data:
+        from titanlite.techniques.data.own import open_own
+
+        return Data(*open_own(config.own.data, config.model, config.training, config.debug, config.validation.enable))
     tokenizer = tokenizer_of_run(config.model, config.checkpoint, config.parallelism)
     with compared_over_ranks() as compare:
         sequences, validation, identity = open_sequences(
@@ -260,8 +263,8 @@ def build_data(config: Config, *, builds_cache: bool) -> Data:
     return Data(sequences, validation, identity)
 
 
-def sequence_share(config: Config, layout: Layout) -> dict[str, Any]:
-    """Return which sequences this rank reads and which tokens of each, as arguments of the loader and of validation."""
+def data_share(config: Config, layout: Layout) -> Share:
+    """Return which sequences this rank reads and which tokens of each."""
     parallelism, shard = config.parallelism, SequenceShard()
     if parallelism.context_parallel_degree > 1:
         from titanlite.parallel.tiles import local_positions
@@ -272,36 +275,27 @@ def sequence_share(config: Config, layout: Layout) -> dict[str, Any]:
             own=positions(ulysses=ulysses, rank=layout.context_rank).numpy(),
             ring=positions(ulysses=1, rank=layout.context_rank // ulysses).numpy(),
         )
-    return {"data_rank": layout.data_rank, "data_parallel_degree": parallelism.data_parallel_degree, "shard": shard}
+    return Share(layout.data_rank, parallelism.data_parallel_degree, shard)
 
 
-def build_loader(
-    config: Config,
-    layout: Layout,
-    sequences: Sequences | Mixture,
-    *,
-    device: torch.device,
-    state: dict[str, Any] | None,
-    last_step: int = 0,
-) -> Loader:
+def build_loader(run: Run, sequences: Sequences | Mixture, state: dict[str, Any] | None, last_step: int = 0) -> Loader:
     """Return this rank's batches, from where a saved run stopped (`state`, `last_step`) or from the first. Raises
     ConfigError if the datasets of a mixture are used up before the last step."""
+    config = run.config
     if config.training.datasets:
         sequences.check(state, (config.training.steps - last_step) * config.training.global_batch_size)
-    share, groups = sequence_share(config, layout), config.fault_tolerance
-    n_copies = config.parallelism.world_size // share["data_parallel_degree"]
-    if groups.enable:  # the ranks of all groups, living or not, read different sequences
-        share["data_rank"] += groups.replica_id * share["data_parallel_degree"]
-        share["data_parallel_degree"] *= groups.group_size
-    return Loader(sequences, config.training, **share, n_copies=n_copies, pin=device.type == "cuda", state=state)
+    share, groups = data_share(config, run.layout), config.fault_tolerance
+    n_copies = config.parallelism.world_size // share.degree
+    if groups.enable:  # the ranks of all groups, running or not, read different sequences
+        rank = groups.replica_id * share.degree + share.rank
+        share = Share(rank, groups.group_size * share.degree, share.shard)
+    return Loader(sequences, config.training, share, n_copies=n_copies, pin=run.device.type == "cuda", state=state)
 
 
 def build_validation_batches(config: Config, layout: Layout, sequences: SplitSequences) -> tuple[Iterator[Batch], int]:
     """Return this rank's batches of one validation, and how many they are."""
-    training, validation, share = config.training, config.validation, sequence_share(config, layout)
-    degree = config.parallelism.data_parallel_degree
-    total = n_validation_batches(sequences, training, validation, data_parallel_degree=degree)
-    return validation_batches(sequences, training, validation, **share), total
+    arguments = sequences, config.training, config.validation, data_share(config, layout)
+    return validation_batches(*arguments), n_validation_batches(*arguments)
 
 
 def build_metrics(
@@ -321,49 +315,49 @@ def build_metrics(
     return meter, metrics.MetricsLogger(folder, config.metrics, steps=steps, config=resolved)
 
 
-def build_checkpoints(
-    config: Config, data: Data, model: Llama, optimizer: torch.optim.Optimizer, signals: Signals
-) -> RunCheckpoints:
+def build_checkpoints(run: Run) -> RunCheckpoints:
     """Return the checkpoints of a run. Every rank must call it."""
+    config, data = run.config, run.data
     training, checkpoint, checkpointer = config.training, config.checkpoint, None
     if checkpoint.enable:
         identity = {"seed": config.debug.seed, "data": data.identity, **config.model.identity()}
+        identity |= {"own.block": True} if config.own.block else {}
         if training.datasets:
             identity["mixture"] = data.train.identity
         may_differ = {"mixture"} if training.change_mixture_on_resume else set()
         options = identity, config.comm, may_differ, options_of_run(config)
         checkpointer = Checkpointer(Path(config.job.dump_folder), checkpoint, *options)
-    return RunCheckpoints(checkpointer, checkpoint, model, optimizer, training.steps, signals)
+    return RunCheckpoints(checkpointer, checkpoint, run.model, run.optimizer, training.steps, run.signals)
 
 
-def build_validator(config: Config, layout: Layout, data: Data, train_step: TrainStep, signals: Signals) -> Validator:
+def build_validator(run: Run, train_step: TrainStep) -> Validator:
     """Return what computes the validation loss of a run."""
-    batches = functools.partial(build_validation_batches, config, layout, data.validation)
-    return Validator(config.validation, train_step, batches, signals)
+    batches = functools.partial(build_validation_batches, run.config, run.layout, run.data.validation)
+    return Validator(run.config.validation, train_step, batches, run.signals)
 
 
 def add_observers(
-    config: Config,
-    layout: Layout,
+    run: Run,
     train_step: TrainStep,
-    optimizer: torch.optim.Optimizer,
     loader: Loader,
     guard: StepGuard,
     checkpoints: RunCheckpoints,
     logger: metrics.Logger,
 ) -> None:
     """Add the observers that a config asks for to a train step. Raises ConfigError if a prompt is too long."""
+    config, layout, optimizer = run.config, run.layout, run.optimizer
     training, validation, observers = config.training, config.validation, train_step.observers
+    observers += [config.own.metrics(train_step)] if config.own.metrics else []
     if config.debug.fingerprint_freq:
         from titanlite.techniques.fingerprints.observer import Fingerprints
 
         sections = config.debug, config.job, training, config.optimizer, config.float8, config.int8
-        model, shard = meta_model(config), sequence_share(config, layout)["shard"]
+        model, shard = meta_model(config), data_share(config, layout).shard
         observers.append(Fingerprints(*sections, model, layout, shard, train_step, optimizer, guard))
     if training.datasets:
         from titanlite.techniques.data.dataset_losses import DatasetLosses
 
-        observers.append(DatasetLosses(loader.mixture, loader, train_step, training, data_rank=layout.data_rank))
+        observers.append(DatasetLosses(loader.stateful, loader, train_step, training, data_rank=layout.data_rank))
     if config.debug.sdc_check_freq:
         from titanlite.techniques.sdc import CorruptionCheck
 

@@ -5,7 +5,7 @@ build.py does not have this, since what reads and writes weights builds a model 
 imports it.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 from torch import nn
@@ -14,10 +14,12 @@ from titanlite.config.schema import Model
 from titanlite.model import Attention, Block, FeedForward, Llama
 
 
-def build_llama(model: Model, *, max_seq_len: int, modules: Collection[str] | None = None) -> Llama:
-    """Return a model on the meta device: without memory for its weights. `modules`: see Llama."""
+def build_llama(
+    model: Model, *, max_seq_len: int, modules: Collection[str] | None = None, block: Callable[..., Block] | None = None
+) -> Llama:
+    """Return a model on the meta device: without memory for its weights. `modules`: see Llama; `block`: an own one."""
     with torch.device("meta"):
-        return Llama(model, build_block, max_seq_len=max_seq_len, modules=modules)
+        return Llama(model, block or build_block, max_seq_len=max_seq_len, modules=modules)
 
 
 def build_block(model: Model, layer: int) -> Block:

@@ -21,6 +21,7 @@ IGNORED = -100
 """Target of a position that has nothing to predict: padding, and the end of a document."""
 
 ChunkLoss = Callable[..., Tensor]  # type of `linear_cross_entropy`, eager or compiled
+TokenLoss = Callable[[Tensor, Tensor, dist.ProcessGroup | None], Tensor]  # type of `cross_entropy`
 
 
 def cross_entropy(logits_NV: Tensor, targets_N: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -67,7 +68,7 @@ class _VocabularyParallel(torch.autograd.Function):
 
 
 def linear_cross_entropy(
-    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, mesh: DeviceMesh | None, loss_parallel: bool
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, mesh: DeviceMesh | None, loss_parallel: bool, loss: TokenLoss
 ) -> Tensor:
     """Return the loss of each token of one chunk, [N]: the output head's matrix product, then the cross entropy.
 
@@ -77,7 +78,7 @@ def linear_cross_entropy(
     if mesh is not None and not loss_parallel:
         logits_NV = DTensor.from_local(logits_NV, mesh, [Shard(-1)]).redistribute(placements=[Replicate()]).to_local()
         mesh = None
-    return cross_entropy(logits_NV, targets_N, mesh.get_group() if mesh is not None else None)
+    return loss(logits_NV, targets_N, mesh.get_group() if mesh is not None else None)
 
 
 def chunked_cross_entropy(
@@ -87,6 +88,7 @@ def chunked_cross_entropy(
     *,
     n_chunks: int,
     loss_parallel: bool,
+    token_loss: TokenLoss = cross_entropy,
     chunk_loss: ChunkLoss = linear_cross_entropy,
     record: Callable[[Tensor, Tensor], None] | None = None,
 ) -> Tensor:
@@ -106,7 +108,7 @@ def chunked_cross_entropy(
         mesh = weight_VD.device_mesh
         # Each rank's shard of the vocabulary contributes a partial sum to the gradient of x.
         x_ND, weight_VD = x_ND.to_local(grad_placements=[Partial()]), weight_VD.to_local()
-    chunk_loss = functools.partial(chunk_loss, mesh=mesh, loss_parallel=loss_parallel)
+    chunk_loss = functools.partial(chunk_loss, mesh=mesh, loss_parallel=loss_parallel, loss=token_loss)
     if n_chunks > 1 and torch.is_grad_enabled():
         loss, losses_N = _ChunkedCrossEntropy.apply(x_ND, weight_VD, targets_N, n_chunks, chunk_loss)
     else:

@@ -13,7 +13,7 @@ width, V vocabulary. Only attention tells sequences apart: everything else sees 
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -135,7 +135,9 @@ class FeedForward(nn.Module):
 
 class Block(nn.Module):
     """A layer: `attention` is an Attention or does what it does, `feed_forward` a FeedForward or what does the same.
-    Norms are before these sublayers, after them, or both."""
+    Norms are before these sublayers, after them, or both. `styles`: of own parts, for tensor parallel."""
+
+    styles: Mapping[str, Any] = {}
 
     def __init__(self, model: Model, attention: nn.Module, feed_forward: nn.Module):
         super().__init__()

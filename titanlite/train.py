@@ -12,6 +12,7 @@ data or the checkpoint is wrong (one line per problem); 1 anything else.
 import functools
 import os
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -37,13 +38,10 @@ from titanlite.parallel import mesh
 from titanlite.train_step import TrainStep
 
 
-def train(config: Config, launch: Launch, signals: Signals) -> None:
-    """Train to the last step, or to the end of the step during which some rank was asked to stop.
-
-    Raises:
-        ConfigError: if the data or the checkpoint does not fit the config.
-        TrainingError: if more steps than training.nonfinite_steps_allowed have no finite loss and gradient norm, or a
-            checkpoint cannot be written.
+def train(config: Config, launch: Launch, signals: Signals) -> dict[str, float]:
+    """Train to the last step, or to the end of the step during which some rank was asked to stop, and return that
+    step's metrics. Raises ConfigError if the data or the checkpoint does not fit the config, and TrainingError if more
+    steps than training.nonfinite_steps_allowed have no finite loss and gradient norm, or no checkpoint can be written.
     """
     training, device = config.training, device_of(launch)
     build.set_seed(config.debug, launch.rank)
@@ -55,29 +53,30 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
     mark("building the model")
     model, stages = build.build_model(config, layout, device)
     optimizer = build.build_optimizer(config, model, stages.values(), layout)
-    groups = build.build_groups(config, model, optimizer, data.identity, device, signals)
-    train_step = build.build_train_step(config, layout, model, stages, device, groups)
+    run = build.Run(config, layout, device, model, stages, optimizer, data, signals)
+    groups = build.build_groups(run)
+    train_step = build.build_train_step(run, groups)
     set_timeout(device, config.comm.init_timeout_seconds)  # new groups have torch's default
     guard, sizes = build.build_guard(training, device), build.parameter_sizes(config)
     meter, logger = build.build_metrics(config, launch, device, sizes)
     log_rank0(run_summary(config, sum(sizes.values()), data.train, data.validation, meter.peak.source))
 
     # Resume from the newest checkpoint, or begin with given weights, or with the initial ones.
-    checkpoints = build.build_checkpoints(config, data, model, optimizer, signals)
+    checkpoints = build.build_checkpoints(run)
     saved = checkpoints.resume(config.model, config.debug.seed)
     guard.load(saved)
     step = last_step = saved.get("step", 0)
     mark("starting the loop")
-    loader = build.build_loader(config, layout, data.train, device=device, state=saved.get("data"), last_step=last_step)
+    loader = build.build_loader(run, data.train, saved.get("data"), last_step)
     state = RunState(loader, guard, groups)
     groups.begin(last_step, saved, state, logger.remove_after)
     logger.begin(last_step)
-    build.add_observers(config, layout, train_step, optimizer, loader, guard, checkpoints, logger)
-    validator = build.build_validator(config, layout, data, train_step, signals)
-    parameters, is_first, is_last = list(model.parameters()), True, False
+    build.add_observers(run, train_step, loader, guard, checkpoints, logger)
+    validator = build.build_validator(run, train_step)
+    parameters, is_first, is_last, values = list(model.parameters()), True, False, dict[str, float]()
 
-    profiling = profilers(config.job, config.profiling, launch.rank)
-    with checkpoints.finished_on_error(), profiling as profile, collected_garbage() as collect:
+    profiling, closed = profilers(config.job, config.profiling, launch.rank), (closing(loader), closing(logger))
+    with closed[0], closed[1], checkpoints.finished_on_error(), profiling as profile, collected_garbage() as collect:
         for step in groups.steps(last_step, training.steps):
             mark("waiting for data", step)
             with meter.waiting_for_data():
@@ -133,10 +132,10 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
                 break
         test = functools.partial(loss_after_training, step + 1, loader, train_step, optimizer, guard.loss_scale)
         checkpoints.finish(groups.final_step(step, is_last=is_last), state, test)
-    mark("ending the run")
-    for each in (loader, logger, checkpoints):
-        each.close()
+        mark("ending the run")
+    checkpoints.close()
     guard.report_divergence(config.model.vocab_size)
+    return values
 
 
 def loss_after_training(

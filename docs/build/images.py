@@ -3,6 +3,7 @@
     python -m docs.build.images plan                plan_70b.png, from configs/70b.toml: about a minute
     python -m docs.build.images experts             expert_parallel.png, from a router
     python -m docs.build.images layout              choose_a_layout.png, the questions of docs/choose_a_layout.md
+    python -m docs.build.images parity              parity_all.png, from benchmarks/logs/parity_all.log
     python -m docs.build.images verify              verify_torchtitan.png, from benchmarks/logs/verify_torchtitan.log
     python -m docs.build.images tensorboard [LOGDIR] tensorboard.png, from the runs in outputs/ or LOGDIR
 
@@ -275,6 +276,24 @@ def make_verify_figure() -> None:
     save(render(draw), "verify_torchtitan.png")
 
 
+def make_parity_figure() -> None:
+    """Draw the table that `titanlite parity --all` has printed."""
+    lines = (ROOT / "benchmarks" / "logs" / "parity_all.log").read_text().splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("$ titanlite parity"))
+    largest = r"the largest difference, in (.*), is (\S+) of (\S+) allowed"
+    text = [re.sub(largest, r"at most \2 in \1 (\3 allowed)", line) for line in lines[first:]]
+    colours = {"equal": "#9ece6a", "DIFFERENT": "#ff7a85"}
+
+    def draw() -> Figure:
+        figure = Figure(figsize=(10, 0.21 * len(text)), facecolor="#1e2430")
+        for number, line in enumerate(text):
+            place, colour = 1 - (number + 0.75) / len(text), colours.get(line[31:].partition(":")[0], "#e0e0e0")
+            figure.text(0.01, place, line, family="monospace", fontsize=9, color=colour)
+        return figure
+
+    save(render(draw), "parity_all.png")
+
+
 def make_tensorboard_screenshot() -> None:
     """Take a screenshot of the loss curve of a run in TensorBoard."""
     runs = Path(sys.argv[2]) if len(sys.argv) > 2 else ROOT / "outputs"
@@ -381,6 +400,7 @@ if __name__ == "__main__":
         "plan": make_plan_figure,
         "experts": make_experts_figure,
         "layout": make_layout_figure,
+        "parity": make_parity_figure,
         "verify": make_verify_figure,
         "tensorboard": make_tensorboard_screenshot,
     }

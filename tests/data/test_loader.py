@@ -27,7 +27,7 @@ from tests.helpers.launches import wait_until
 from titanlite.config.schema import Validation
 from titanlite.data import loader as loader_module
 from titanlite.data import packing
-from titanlite.data.loader import Batch, SequenceShard, n_validation_batches, validation_batches
+from titanlite.data.loader import Batch, SequenceShard, Share, n_validation_batches, validation_batches
 from titanlite.data.packing import PackedSequences, ValidationSequences
 from titanlite.loss import IGNORED
 
@@ -168,10 +168,8 @@ def validate(
     **options: Any,
 ) -> list[Batch]:
     """The batches that one rank validates on."""
-    ranks = {"data_rank": data_rank, "data_parallel_degree": data_parallel_degree}
-    shard = SequenceShard() if shard is None else shard
-    batches = validation_batches(sequences, training(**options), Validation(steps=steps), **ranks, shard=shard)
-    return list(batches)
+    share = Share(data_rank, data_parallel_degree, SequenceShard() if shard is None else shard)
+    return list(validation_batches(sequences, training(**options), Validation(steps=steps), share))
 
 
 @pytest.mark.parametrize("length", [2, T, T + 1, T + 2, 7 * T + 3])
@@ -181,7 +179,7 @@ def test_validation_takes_every_target_once(length, n_ranks):
     for size in (1, 2, 5):
         batches = [validate(sequences, rank, n_ranks, local_batch_size=size) for rank in range(n_ranks)]
         count = n_validation_batches(
-            sequences, training(local_batch_size=size), Validation(steps=-1), data_parallel_degree=n_ranks
+            sequences, training(local_batch_size=size), Validation(steps=-1), Share(0, n_ranks)
         )
         assert {len(own) for own in batches} == {count}, "every rank must take as many batches"
         seen: Counter[int] = Counter()
@@ -199,7 +197,7 @@ def test_validation_is_capped_by_its_steps():
     sequences = ValidationSequences(np.arange(10 * T + 1), NO_SPECIAL_TOKENS, T)
     for steps, expected in ((-1, 3), (1, 1), (2, 2), (3, 3), (4, 3)):
         sections = training(local_batch_size=2), Validation(steps=steps)
-        assert n_validation_batches(sequences, *sections, data_parallel_degree=2) == expected
+        assert n_validation_batches(sequences, *sections, Share(0, 2)) == expected
         assert [len(validate(sequences, rank, 2, steps, local_batch_size=2)) for rank in range(2)] == [expected] * 2
 
 

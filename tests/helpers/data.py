@@ -17,7 +17,7 @@ from titanlite.config.schema import Training
 from titanlite.data import documents, packing
 from titanlite.data.documents import open_dataset, read_documents
 from titanlite.data.hf_tokenizer import HuggingFaceTokenizer
-from titanlite.data.loader import Batch, Loader, SequenceShard
+from titanlite.data.loader import Batch, Loader, SequenceShard, Share
 from titanlite.data.packing import PackedSequences, Sequences
 from titanlite.data.source import Source
 from titanlite.data.tokenizer import ByteTokenizer, encode_documents
@@ -151,9 +151,8 @@ def open_loader(
     state: Any = None,
     **options: Any,
 ) -> Loader:
-    ranks = {"data_rank": data_rank, "data_parallel_degree": data_parallel_degree}
-    shard = SequenceShard() if shard is None else shard
-    return Loader(sequences, training(**options), **ranks, n_copies=1, shard=shard, pin=False, state=state)
+    share = Share(data_rank, data_parallel_degree, SequenceShard() if shard is None else shard)
+    return Loader(sequences, training(**options), share, n_copies=1, pin=False, state=state)
 
 
 def _sequences_of(batches: list[Batch], local_batch_size: int) -> list[Lists]:

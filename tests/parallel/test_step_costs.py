@@ -69,7 +69,7 @@ def bytes_of_fsdp(job: config.Config, n_accumulation_steps: int = 1) -> float:
     model = build.build_stage(job, layout, None, CPU)
     with recording() as trace:
         model.materialize(CPU)
-        step = build.build_train_step(job, layout, model, {0: model}, CPU)
+        step = build.build_train_step(build.Run(job, layout, CPU, model, {0: model}))
         tokens = torch.zeros(1, 4, dtype=torch.int64)
         trace.mark("step")
         for accumulation_step in range(1, n_accumulation_steps + 1):
@@ -150,7 +150,7 @@ def test_weights_and_gradients_in_place_are_those_of_copies(alone, monkeypatch, 
         layout = mesh.build_layout(job.parallelism, CPU)
         model, stages = build.build_model(job, layout, CPU)
         optimizer = build.build_optimizer(job, model)
-        step = build.build_train_step(job, layout, model, stages, CPU)
+        step = build.build_train_step(build.Run(job, layout, CPU, model, stages))
         generator = torch.Generator().manual_seed(0)
         tensors = []
         for _ in range(2):
@@ -418,7 +418,7 @@ def test_float8_scales_computed_ahead_need_one_all_reduce(ahead):
         layout = mesh.build_layout(job.parallelism, CPU)
         model, stages = build.build_model(job, layout, CPU)
         optimizer = build.build_optimizer(job, model, stages.values(), layout)
-        step = build.build_train_step(job, layout, model, stages, CPU)
+        step = build.build_train_step(build.Run(job, layout, CPU, model, stages))
         counts = []
         for _ in range(2):
             tokens = torch.zeros(1, 32, dtype=torch.int64)

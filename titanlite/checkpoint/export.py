@@ -128,6 +128,8 @@ def folder_of_source(choice: str | None, config: dict[str, Any]) -> Path | None:
 def model_options(path: Path, state: dict[str, Any]) -> Model:
     """Return the [model] section that a checkpoint was saved with. Raises ConfigError if an option is missing."""
     identity, fields = state["identity"], Model.model_fields
+    if identity.get("own.block"):
+        raise ConfigError([f"{path}: has weights of own blocks (--own), which only train, plan and parity build"])
     if missing := sorted(key for key, field in fields.items() if field.is_required() and key not in identity):
         problem = f"{path}: lacks model.{missing[0]}; expected a checkpoint that this version of titanlite can resume"
         raise ConfigError([problem])

@@ -49,6 +49,7 @@ class _Data(Record):
     next_sequence: Int63
     streaming_shards: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], _ShardState] = Field(default={})
     mixture: _MixtureState | None = None
+    own: dict[str, Any] = Field(default={})
     counts: tuple[Int63, Int63, Int63, Int63] | None = None
 
 

@@ -5,11 +5,13 @@ with the ranks and devices of a launch. Both report every problem at once as one
 exists. Nothing here imports torch, so a wrong config is reported in a fraction of a second.
 """
 
+import dataclasses
 from typing import Any
 
 from titanlite.config import loader, rules
 from titanlite.config.launch import Launch, check
 from titanlite.config.loader import ConfigError, LoadedConfig
+from titanlite.config.own import Parts
 from titanlite.config.schema import Config
 
 __all__ = ["USAGE", "Config", "ConfigError", "Launch", "LoadedConfig", "check", "load", "load_values"]
@@ -17,10 +19,11 @@ __all__ = ["USAGE", "Config", "ConfigError", "Launch", "LoadedConfig", "check", 
 USAGE = "usage: titanlite train CONFIG [--section.key=value ...]   (--help lists every option)"
 
 
-def load(argv: list[str]) -> LoadedConfig[Config]:
-    """Read a config and overrides (`argv`, without the program's name) and check the rules between options. Raises
-    ConfigError with every problem."""
-    return loader.load(Config, argv, usage=USAGE, rules=rules.between_options)
+def load(argv: list[str], own: Parts | None = None) -> LoadedConfig[Config]:
+    """Read a config and overrides (`argv`, without the program's name) and check the rules between options. `own`: the
+    user's parts that the config then has. Raises ConfigError with every problem."""
+    loaded = loader.load(Config, argv, usage=USAGE, rules=rules.between_options)
+    return dataclasses.replace(loaded, config=loaded.config.with_own(own)) if own else loaded
 
 
 def load_values(values: dict[str, Any], name: str, arguments: list[str]) -> LoadedConfig[Config]:

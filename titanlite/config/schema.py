@@ -12,10 +12,11 @@ from collections.abc import Collection
 from typing import Annotated, Any, Literal, Union, get_args
 
 import tomli_w
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from titanlite.config.loader import Section, options_of
 from titanlite.config.model_sizes import SIZES
+from titanlite.config.own import Parts
 from titanlite.config.stage_split import ONE_STAGE, Schedule, module_names, split_into_stages
 from titanlite.config.types import (
     MOST_ITEMS,
@@ -873,6 +874,17 @@ class Config(Section):
     fault_tolerance: FaultTolerance = Field(default_factory=FaultTolerance)
     plan: Plan = Field(default_factory=Plan)
     debug: Debug = Field(default_factory=Debug)
+    _own: Parts = PrivateAttr(default_factory=Parts)
+
+    @property
+    def own(self) -> Parts:
+        """The user's own parts of the run, which no TOML file can name."""
+        return self._own
+
+    def with_own(self, own: Parts) -> Config:
+        config = self.model_copy()
+        config._own = own
+        return config
 
     @property
     def initial_weights(self) -> str:
@@ -921,8 +933,9 @@ class Config(Section):
         return functools.reduce(_with_value, values.items(), self)
 
     def toml(self) -> str:
-        """Return a TOML file with every option."""
-        return tomli_w.dumps(self.model_dump())
+        """Return a TOML file with every option, and a comment that names own parts."""
+        own = f"# own: {self.own.digest}\n" if self.own.digest else ""
+        return own + tomli_w.dumps(self.model_dump())
 
 
 def _with_value(section: Any, item: tuple[str, Any]) -> Any:

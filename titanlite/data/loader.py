@@ -52,6 +52,14 @@ class SequenceShard(NamedTuple):
     """Tokens of this rank and its Ulysses group together."""
 
 
+class Share(NamedTuple):
+    """What a rank reads: the sequences rank, rank + degree, ..., and of each the tokens of `shard`."""
+
+    rank: int
+    degree: int
+    shard: SequenceShard = SequenceShard()
+
+
 def collate(sequences: Iterable[Sequence], shard: SequenceShard, *, document_mask: bool, pin: bool) -> Batch:
     """Return a rank's shard of some sequences as a batch; `pin` puts it into pinned memory, for a copy to a GPU."""
     tokens, targets, document_positions = (np.stack(arrays) for arrays in zip(*sequences, strict=True))
@@ -74,39 +82,36 @@ def count(sequences: Iterable[Sequence]) -> np.ndarray:
 class Loader:
     """Returns this rank's batches, a step at a time. A thread prepares them ahead of the training.
 
-    Optimizer step s trains on the sequences s G .. s G + G - 1, where G is the global batch size. Data-parallel rank
-    `data_rank` = r of d takes every d-th of them, from r on, as `n_copies` ranks do. `pin` puts batches into pinned
-    memory. `state` is what `Loader.state` returned when the run was saved, on any number of ranks.
+    Optimizer step s trains on the sequences s G .. s G + G - 1, where G is the global batch size. This rank takes its
+    `share` of them, as `n_copies` ranks do. `pin` puts batches into pinned memory. `state` is what `Loader.state`
+    returned when the run was saved, on any number of ranks.
     """
 
     def __init__(
         self,
         sequences: Sequences | Mixture,
         training: Training,
+        share: Share,
         *,
-        data_rank: int,
-        data_parallel_degree: int,
         n_copies: int,
-        shard: SequenceShard,
         pin: bool,
         state: dict[str, Any] | None,
     ):
-        self.training, self.data_rank, self.data_parallel_degree = training, data_rank, data_parallel_degree
-        self.shard, self.pin, self.sequences, self.n_copies = shard, pin, sequences, n_copies
+        self.sequences, self.training, self.share, self.n_copies, self.pin = sequences, training, share, n_copies, pin
         self.start(state)
 
     def start(self, state: dict[str, Any] | None) -> None:
         """Begin where `state` says; for another time, after `close`."""
-        sequences, self.mixture = self.sequences, None
-        if self.training.datasets:
-            self.mixture = sequences = sequences.resumed(state)
+        sequences, self.stateful = self.sequences, None
+        if hasattr(sequences, "resumed"):  # a mixture, or own data
+            self.stateful = sequences = sequences.resumed(state)
         state = state or {"next_sequence": 0}
         self.position, self._again = state["next_sequence"], list[Batch]()
         self.counts = np.array(state.get("counts") or [self.position * self.training.seq_len, 0, 0, 0])
         """What `count` returns for all sequences of all ranks and steps."""
         # Checkpoints of earlier versions have no streaming_shards; they can be resumed unless their data was streamed.
         self._shard_states = {int(number): saved for number, saved in state.get("streaming_shards", {}).items()}
-        reader = sequences.read(self.position + self.data_rank, self.data_parallel_degree, dict(self._shard_states))
+        reader = sequences.read(self.position + self.share.rank, self.share.degree, dict(self._shard_states))
         self._ready = queue.Queue[Any](maxsize=PREFETCH_STEPS)  # items are what `next` needs, or an exception
         self._closed = False
         self._thread = threading.Thread(target=self._prefetch, args=(reader,), name="data", daemon=True)
@@ -114,14 +119,14 @@ class Loader:
 
     def _prefetch(self, reader: Iterator[tuple[Sequence, tuple[int, ShardState] | None]]) -> None:
         size, document_mask = self.training.local_batch_size, self.training.document_mask
-        accumulation_steps = self.training.global_batch_size // (size * self.data_parallel_degree)
+        accumulation_steps = self.training.global_batch_size // (size * self.share.degree)
         try:
             while not self._closed:
                 batches, shard_states, counts = [], {}, np.zeros(4)
                 for _ in range(accumulation_steps):
                     sequences, states = zip(*itertools.islice(reader, size), strict=True)
                     shard_states.update(state for state in states if state is not None)
-                    batches.append(collate(sequences, self.shard, document_mask=document_mask, pin=self.pin))
+                    batches.append(collate(sequences, self.share.shard, document_mask=document_mask, pin=self.pin))
                     counts += count(sequences) / self.n_copies
                 self._ready.put((batches, shard_states, counts.tolist()))
         except Exception as error:  # raised again where the training waits for the batch
@@ -163,38 +168,29 @@ class Loader:
         shard_states = {}
         if self._shard_states:
             gathered: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(gathered, (self.data_rank, self._shard_states))
+            dist.all_gather_object(gathered, (self.share.rank, self._shard_states))
             by_data_rank = dict(gathered)  # ranks that share a data-parallel rank have the same states
             # A rank that resumed also has old states of other ranks' shards; the reader of a shard has its newest.
             for index in sorted({index for states in by_data_rank.values() for index in states}):
-                states = by_data_rank[(index - self.position) % self.data_parallel_degree]
+                states = by_data_rank[(index - self.position) % self.share.degree]
                 if index in states:
                     shard_states[str(index)] = states[index]
         state = {"next_sequence": self.position, "streaming_shards": shard_states, "counts": self.counts.tolist()}
-        return {**state, "mixture": self.mixture.state(self.position)} if self.mixture else state
+        return state | self.stateful.state(self.position) if self.stateful else state
 
 
-def n_validation_batches(
-    sequences: SplitSequences, training: Training, validation: Validation, *, data_parallel_degree: int
-) -> int:
+def n_validation_batches(sequences: SplitSequences, training: Training, validation: Validation, share: Share) -> int:
     """Return how many batches each rank reads in a validation: of the full split, or of validation.steps global batches
     if that is less. Which sequences these are does not depend on the layout."""
     cap = sequences.n_sequences if validation.steps == -1 else validation.steps * training.global_batch_size
-    return -(-min(sequences.n_sequences, cap) // (data_parallel_degree * training.local_batch_size))
+    return -(-min(sequences.n_sequences, cap) // (share.degree * training.local_batch_size))
 
 
 def validation_batches(
-    sequences: SplitSequences,
-    training: Training,
-    validation: Validation,
-    *,
-    data_rank: int,
-    data_parallel_degree: int,
-    shard: SequenceShard,
+    sequences: SplitSequences, training: Training, validation: Validation, share: Share
 ) -> Iterator[Batch]:
     """Yield this rank's n_validation_batches from the beginning of the validation split; the last ones are padded."""
-    size = data_parallel_degree * training.local_batch_size
-    n_batches = n_validation_batches(sequences, training, validation, data_parallel_degree=data_parallel_degree)
-    for batch in range(n_batches):
-        indices = range(batch * size + data_rank, (batch + 1) * size, data_parallel_degree)
-        yield collate([sequences[index] for index in indices], shard, document_mask=training.document_mask, pin=False)
+    size, mask = share.degree * training.local_batch_size, training.document_mask
+    for batch in range(n_validation_batches(sequences, training, validation, share)):
+        indices = range(batch * size + share.rank, (batch + 1) * size, share.degree)
+        yield collate([sequences[index] for index in indices], share.shard, document_mask=mask, pin=False)

@@ -1,12 +1,12 @@
 """The config that a launcher has checked, for its ranks: also after a restart, whatever its file has by then."""
 
-import dataclasses
 import json
 import os
 import socket
 from pathlib import Path
 
 from titanlite.config import ConfigError, LoadedConfig, load, load_values
+from titanlite.config.own import take_own
 from titanlite.launch.process import at_exit
 
 CHECKED_CONFIG = "TITANLITE_CONFIG"
@@ -24,10 +24,12 @@ def write_for_ranks(loaded: LoadedConfig, folder: Path) -> str:
 
 def load_for_rank(argv: list[str]) -> LoadedConfig:
     """Return the config that this rank's launcher has checked; without one, `load` that of the command line."""
+    own, options = take_own(argv)
     if not (file := os.environ.get(CHECKED_CONFIG)):
-        return load(argv)
+        return load(options, own)
     try:
         content = json.loads(Path(file).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError([f"{file}: cannot be read: {error.strerror}; start the run again, which writes it"]) from None
-    return dataclasses.replace(load_values(content["values"], content["file"], []), origins=content["origins"])
+    config = load_values(content["values"], content["file"], []).config.with_own(own)
+    return LoadedConfig(config, content["file"], content["origins"])

@@ -1,6 +1,6 @@
 """Start a config's ranks on this node with torchrun's agent.
 
-    titanlite train CONFIG [--section.key=value ...]
+    titanlite train CONFIG [--section.key=value ...] [--own FILE.py:NAME]
 
 Environment:
     NGPU=N          ranks on this node, instead of what the config's degrees ask for
@@ -29,6 +29,7 @@ from titanlite.config import Config, ConfigError, Launch, LoadedConfig, check, l
 from titanlite.config.launch import count_from_environment as count
 from titanlite.config.launch import plan_command, quantity, raise_open_file_limit, require_torchft
 from titanlite.config.loader import check_all, show
+from titanlite.config.own import take_own
 from titanlite.config.reference import help_text
 from titanlite.config.schema import count_parameters
 from titanlite.launch.checked_config import CHECKED_CONFIG, write_for_ranks
@@ -85,18 +86,19 @@ def check_folders(loaded: LoadedConfig[Config]) -> None:
     from titanlite.data.open import check_data
 
     config = loaded.config.replace(checkpoint__initial_load_path=loaded.config.initial_weights)
+    sections = config.model, config.checkpoint, config.parallelism, config.training, config.validation
     check_all(
         lambda: check_initial_weights(config.job, config.checkpoint, config.model, loaded.origins),
-        lambda: check_data(config.model, config.checkpoint, config.parallelism, config.training, config.validation),
+        lambda: config.own.data or check_data(*sections),
     )
 
 
 def load_and_check(argv: list[str], use: Callable[[LoadedConfig[Config]], Any]) -> LoadedConfig[Config]:
     """Return a config. Raises ConfigError with the problems of its options, of its folders and, if the options are
     right, of what `use` does with it."""
-    problems, checks = list[str](), [use, check_folders]
+    problems, checks, (own, options) = list[str](), [use, check_folders], take_own(argv)
     try:
-        loaded = load(argv)
+        loaded = load(options, own)
     except ConfigError as error:
         loaded, problems, checks = error.loaded, error.problems, [check_folders] if error.loaded else []
     check_all(*(functools.partial(check_of, loaded) for check_of in checks), problems=problems)

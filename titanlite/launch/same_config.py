@@ -21,7 +21,8 @@ from titanlite.launch.progress import mark
 
 def options_of_run(config: Section) -> dict[str, Any]:
     """Return the options that all ranks must share, by `section.key`, and the versions that they run with."""
-    return {"titanlite": __version__, "torch": str(torch.__version__), **options_by_key(config, without=MAY_DIFFER)}
+    options = {"titanlite": __version__, "torch": str(torch.__version__), **options_by_key(config, without=MAY_DIFFER)}
+    return options | ({"own": config.own.digest} if config.own.digest else {})
 
 
 def code() -> dict[str, str]:

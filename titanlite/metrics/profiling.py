@@ -47,6 +47,7 @@ def collected_garbage() -> Iterator[Callable[[int, int], None]]:
     try:
         yield collect
     finally:
+        gc.unfreeze()
         gc.enable()
 
 

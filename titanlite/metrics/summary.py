@@ -16,7 +16,7 @@ def run_summary(
     training, model, groups = config.training, config.model, config.fault_tolerance
     attention = "12LDT" if model.n_heads * model.head_dim == model.dim else "12LHKT"
     attention = "6LH(K+V)T" if model.mla.kv_lora_rank else attention
-    dataset = "mixture" if training.datasets else training.dataset
+    dataset = "own" if config.own.data else "mixture" if training.datasets else training.dataset
     padding = "; tok/s and MFU count padding, too" * (training.packing == "best_fit")  # no other packing has any
     of_flavor = SIZES.get(model.flavor, model.model_dump())["vocab_size"]
     larger = f" for the tokenizer ({model.flavor}: {of_flavor})" if model.vocab_size > of_flavor else ""

@@ -105,5 +105,6 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
         modules = {name: each for name, each in block.named_modules() if not isinstance(each, nn.Identity)}
         own = [f"{name}." for name, module in modules.items() if isinstance(module, ShardsWeights)]
         names = {name for name in modules if not f"{name}.".startswith(tuple(own))}
-        parallelize_module(block, mesh, {name: style for name, style in BLOCK_STYLES.items() if name in names})
+        styles = {**BLOCK_STYLES, **block.styles}
+        parallelize_module(block, mesh, {name: style for name, style in styles.items() if name in names})
     model.tie()

@@ -96,7 +96,7 @@ def evaluate(config: Any, launch: Launch, folder: Any, tokenizer: Any) -> tuple[
     model = build.build_stage(config, layout, None, device)
     model.materialize(device)
     folder.load(model)
-    train_step = build.build_train_step(config, layout, model, {0: model}, device)
+    train_step = build.build_train_step(build.Run(config, layout, device, model, {0: model}))
     batches, total = build.build_validation_batches(config, layout, sequences)
     with progress("evaluation", total=total, unit="batches", enabled=launch.rank == 0) as advance:
         loss = train_step.validate(batches, advance)

@@ -222,7 +222,7 @@ def test_resume_at_every_position():
             state = loader_state(sequences, position)
             resumed = sequences.resumed(state)
             assert places(resumed, 10, position) == expected[position : position + 10]
-            assert resumed.state(position) == state["mixture"]
+            assert resumed.state(position)["mixture"] == state["mixture"]
             sequences = resumed  # and again from there
 
 
@@ -250,7 +250,7 @@ def test_a_forged_position_in_a_mixture_is_rejected(change):
 
 
 def loader_state(sequences: MixedSequences, position: int) -> dict[str, Any]:
-    return json.loads(json.dumps({"next_sequence": position, "mixture": sequences.state(position)}))
+    return json.loads(json.dumps({"next_sequence": position, **sequences.state(position)}))
 
 
 # Changed mixtures ----------------------------------------------------------------------------------------------------
@@ -413,11 +413,10 @@ def test_a_run_that_needs_more_than_the_limits_allow_is_rejected_before_its_firs
     sequences, _, _ = open_files(tmp_path, {"epochs": 1.0}, {**b, "epochs": 1.0})
     n = sum(each.limit for each in sequences.components)
     config: Any = SimpleNamespace(training=training(**OPTIONS, steps=n // 4 + 1))
-    options = {"device": torch.device("cpu"), "state": None}
-    line = rejection(lambda: build.build_loader(config, None, sequences, **options))
+    run = build.Run(config, None, torch.device("cpu"), None, {})
+    line = rejection(lambda: build.build_loader(run, sequences, None))
     assert line.startswith(f"training.datasets: training.steps needs {n // 4 * 4 + 4} packed sequences")
-    resumed = {**options, "state": loader_state(sequences, 4), "last_step": 1}
-    line = rejection(lambda: build.build_loader(config, None, sequences, **resumed))
+    line = rejection(lambda: build.build_loader(run, sequences, loader_state(sequences, 4), 1))
     assert line.startswith(f"training.datasets: training.steps needs {n // 4 * 4} packed sequences")
 
 

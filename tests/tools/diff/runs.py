@@ -18,7 +18,7 @@ def run(job: config.Config, steps: int, bug: Bug | None = None) -> None:
     torch.compiler.reset()  # what earlier test cases compiled counts towards a limit
     with bug(launch.rank) if bug else contextlib.nullcontext():
         training = TrainingRun(job, torch.device("cpu"))
-        shard = build.sequence_share(job, training.layout)["shard"]
+        shard = build.data_share(job, training.layout).shard
         sections = job.debug, job.job, job.training, job.optimizer, job.float8, job.int8
         objects = build.meta_model(job), training.layout, shard, training.train_step, training.optimizer, training.guard
         training.train_step.observers.append(Fingerprints(*sections, *objects))

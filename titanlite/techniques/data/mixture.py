@@ -140,13 +140,9 @@ class MixedSequences:
     def state(self, position: int) -> dict[str, Any]:
         """Return what `resumed` needs, as plain JSON. It is the same on every rank."""
         read, block = self._by_name(self.counts(position)), self._recent
-        return {
-            "identity": self.identity,
-            "first": block.first,
-            "counts": self._by_name(block.counts),
-            "phase": self._by_name(block.phase),
-            "read": {**self.others, **read},
-        }
+        counts, phase = self._by_name(block.counts), self._by_name(block.phase)
+        state = {"identity": self.identity, "first": block.first, "counts": counts, "phase": phase}
+        return {"mixture": {**state, "read": {**self.others, **read}}}
 
     def _by_name(self, counts: list[int] | tuple[int, ...]) -> dict[str, int]:
         return dict(zip(self.names, counts, strict=True))

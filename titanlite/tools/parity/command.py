@@ -5,6 +5,9 @@ run a model that fits. The ranks are processes on this machine's CPUs or, under 
 torchrun ... -m titanlite.tools.parity CONFIG.toml [...]. Exit status: 0 all differences are within rounding; 1 one is
 not; 2 the config or the launch is wrong.
 
+With --all, a standard set of layouts is compared: each axis of parallelism alone and in pairs, recomputed activations,
+compiled blocks, gradient accumulation and chunks of the loss. --own FILE.py:NAME compares own parts (docs/extend.md).
+
 With --against FOLDER, one optimizer step of another program is compared with the same step in float64 in this process.
 The folder has (docs/verify_your_trainer.md describes each file, and examples/verify/ has programs that write them):
   config.json, model.safetensors   the model and its weights before the step, as transformers writes them
@@ -16,23 +19,21 @@ The folder has (docs/verify_your_trainer.md describes each file, and examples/ve
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
+from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from titanlite.config import Config, ConfigError, Launch, check, load
+from titanlite.config import ConfigError, Launch, load
+from titanlite.config.own import Parts, take_own
 from titanlite.config.schema import Comm
 from titanlite.launch.arguments import Parser, count
 from titanlite.launch.launcher import count_devices, ranks_wanted
-from titanlite.launch.progress import progress
-from titanlite.tools.parity.shrink import adapt_to_cpu, shrink
+from titanlite.tools.parity.shrink import smaller
 
-if TYPE_CHECKING:
-    from titanlite.tools.parity.reference import Trace
-
-USAGE = """titanlite parity CONFIG.toml [--section.key=value ...] [--steps=3] [--dtype=float64]
+USAGE = """titanlite parity CONFIG.toml [--section.key=value ...] [--own FILE.py:NAME] [--all] [--steps=3]
+                        [--dtype=float64]
        titanlite parity --against FOLDER"""
 TIMEOUT_SECONDS = 600
 GIB_PER_RANK = 0.15
@@ -44,6 +45,7 @@ def main(argv: list[str]) -> int:
     parser = Parser(USAGE, __doc__)
     parser.add_argument("--steps", type=count(), default=3, help="optimizer steps")
     parser.add_argument("--dtype", choices=["float64", "float32", "bfloat16", "float16"], default="float64")
+    parser.add_argument("--all", action="store_true", help="compare a standard set of layouts, on this machine's CPUs")
     parser.add_argument("--against", type=Path, metavar="FOLDER", help="a step of another program to compare")
     launched, began = "WORLD_SIZE" in os.environ, time.monotonic()
     n_devices = count_devices() if launched else 0
@@ -54,20 +56,24 @@ def main(argv: list[str]) -> int:
         from titanlite.tools.parity.against import run_against  # here, since the import of torch takes seconds
 
         return run_against(arguments.against)
-    loaded = load(config_arguments)
+    own, config_arguments = take_own(config_arguments)
+    loaded = load(config_arguments, own)
+    if arguments.all and launched:
+        parser.error("--all starts ranks of its own; leave out torchrun")
+    if arguments.all:
+        return _compare_all(config_arguments, own, arguments)
     launch = Launch.from_environment(n_devices)
     if not launched:
         world_size = ranks_wanted(loaded, os.environ, n_devices=0)
         launch = Launch(0, 0, world_size, world_size, n_devices=0)
-    loaded = loaded if n_devices else adapt_to_cpu(loaded)
-    smaller, changes = shrink(dataclasses.replace(loaded, config=check(loaded, launch)), arguments.dtype)
-    config = check(smaller, launch)
+    config, changes = smaller(loaded, launch, arguments.dtype)
     if not launched:
         _check_memory(loaded.file, launch.world_size)
     # Here, since it takes seconds to import torch, and --help and a wrong config need none.
     from titanlite.launch.process_group import device_of, process_group
     from titanlite.metrics.summary import describe_mesh
     from titanlite.tools.parity.compare import print_comparison, tolerances
+    from titanlite.tools.parity.process_pool import run_in_pool
     from titanlite.tools.parity.reference import run_reference
 
     steps = arguments.steps
@@ -81,7 +87,9 @@ def main(argv: list[str]) -> int:
         with process_group(launch, Comm(init_timeout_seconds=TIMEOUT_SECONDS, trace_buf_size=0), "."):
             trace = run_layout(config, launch, steps=steps)
     else:
-        trace = _run_in_pool(config, launch.world_size, steps)
+        (trace,) = run_in_pool([config], launch.world_size, steps)
+        if isinstance(trace, Exception):
+            raise trace
     if launch.rank != 0:
         return 0
     print("running the single-process reference\n", flush=True)
@@ -92,27 +100,15 @@ def main(argv: list[str]) -> int:
     return 0 if equal else 1
 
 
-def _run_in_pool(config: Config, world_size: int, steps: int) -> Trace:
-    import torch.distributed as dist
+def _compare_all(config_arguments: list[str], own: Parts, arguments: Any) -> int:
+    from titanlite.tools.parity.standard_set import verdicts
 
-    from titanlite.tools.parity.process_pool import ProcessPool
-
-    with progress(f"starting {world_size} ranks"):
-        pool = ProcessPool(world_size, timeout_seconds=TIMEOUT_SECONDS)
-    try:
-        pool.run(dist.barrier)
-        return pool.run(trace_of_rank_0, config=config, steps=steps)[0]
-    finally:
-        pool.close()
-
-
-def trace_of_rank_0(config: Config, steps: int) -> Trace | None:
-    """Run the layout on this rank of a pool and return its trace on rank 0, None on the others."""
-    from titanlite.tools.parity.training_run import run_layout
-
-    launch = Launch.from_environment(n_devices=0)
-    trace = run_layout(config, launch, steps=steps)
-    return trace if launch.rank == 0 else None
+    counts = Counter[str]()
+    for layout, verdict in verdicts(config_arguments, own, arguments.dtype, arguments.steps):
+        print(f"{layout:30} {verdict}", flush=True)
+        counts[verdict.partition(":")[0]] += 1
+    print(f"{counts['equal']} of {counts.total()} layouts are equal to a single process")
+    return 0 if counts["equal"] and counts.keys() <= {"equal", "impossible"} else 1
 
 
 def _check_memory(file: str, world_size: int) -> None:

@@ -18,6 +18,9 @@ reference, by rounding alone, differs from itself in float64. Two roundings of o
 is for the largest of many thousands of elements, and for sums over ranks with one more rounding each."""
 
 
+Numbers = dict[str, float]  # by entry of a trace
+
+
 def differences(reference: Trace, layout: Trace) -> dict[str, float]:
     """Return the largest absolute difference of each entry of two traces, in the order of computation: the first that
     is too large is where the runs diverge. It is infinite where one trace lacks the entry, shapes differ, or a value
@@ -30,7 +33,7 @@ def differences(reference: Trace, layout: Trace) -> dict[str, float]:
     return result
 
 
-def tolerances(config: Config, reference: Trace, device: torch.device, *, steps: int) -> dict[str, float]:
+def tolerances(config: Config, reference: Trace, device: torch.device, *, steps: int) -> Numbers:
     """Return how much each entry may differ from the reference."""
     exact = config.replace(
         training__dtype="float64",
@@ -52,12 +55,24 @@ def tolerances(config: Config, reference: Trace, device: torch.device, *, steps:
     return {name: max(ROUNDING_FACTOR * difference, FLOAT64_TOLERANCE) for name, difference in rounding.items()}
 
 
-def print_comparison(reference: Trace, layout: Trace, tolerances: dict[str, float]) -> bool:
-    """Print the table and the verdict, and return whether every difference is within its tolerance."""
+def judge(reference: Trace, layout: Trace, tolerances: Numbers) -> tuple[Numbers, Numbers, list[str], str]:
+    """Return the differences, what is allowed, the entries that differ by more, and the verdict."""
     actual = differences(reference, layout)
     # Initial weights must agree bit for bit. An entry that only the layout has is in no tolerance.
     allowed = {name: 0.0 if name.startswith("initial weight") else tolerances.get(name, 0.0) for name in actual}
     wrong = [name for name, difference in actual.items() if difference > allowed[name]]
+    if wrong:
+        name = wrong[0]
+        verdict = f"DIFFERENT: first in {name}, by {actual[name]:.1e} where {allowed[name]:.1e} is rounding"
+    else:
+        name = max(actual, key=lambda name: actual[name] / (allowed[name] or 1))
+        verdict = f"equal: the largest difference, in {name}, is {actual[name]:.1e} of {allowed[name]:.1e} allowed"
+    return actual, allowed, wrong, verdict
+
+
+def print_comparison(reference: Trace, layout: Trace, tolerances: dict[str, float]) -> bool:
+    """Print the table and the verdict, and return whether every difference is within its tolerance."""
+    actual, allowed, wrong, conclusion = judge(reference, layout, tolerances)
 
     def verdict(*names: str) -> str:
         return "DIFFERS" if any(name in wrong for name in names) else "equal"
@@ -74,10 +89,5 @@ def print_comparison(reference: Trace, layout: Trace, tolerances: dict[str, floa
         largest = max(actual[name] for name in gradients)
         values = f"{actual[initial]:18.1e} {largest:18.1e} {actual[final]:11.1e}"
         print(f"{parameter:40} {values} {'':9}  {verdict(initial, *gradients, final)}")
-    if wrong:
-        name = wrong[0]
-        print(f"\nDIFFERENT: first in {name}, by {actual[name]:.1e} where {allowed[name]:.1e} is rounding")
-    else:
-        name = max(actual, key=lambda name: actual[name] / (allowed[name] or 1))
-        print(f"\nequal: the largest difference, in {name}, is {actual[name]:.1e} of {allowed[name]:.1e} allowed")
+    print(f"\n{conclusion}")
     return not wrong

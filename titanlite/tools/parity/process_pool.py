@@ -3,16 +3,21 @@
 import faulthandler
 import multiprocessing
 import os
+import re
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from titanlite.config import Config, ConfigError, Launch
 from titanlite.launch.process import end_after, forkserver
+from titanlite.launch.progress import progress
+from titanlite.tools.parity.reference import Trace
+from titanlite.tools.parity.training_run import run_layout
 
 
 class RankError(AssertionError):
@@ -70,6 +75,31 @@ class ProcessPool:
             process.kill()
             process.join()
         self._folder.cleanup()
+
+
+def run_in_pool(configs: Iterable[Config], n_ranks: int, steps: int) -> Iterator[Trace | Exception]:
+    """Yield the trace of each layout, which runs on ranks of this machine, or what its ranks have raised."""
+    pool = None
+    try:
+        for config in configs:
+            if pool is None or pool.broken:
+                with progress(f"starting {n_ranks} ranks"):
+                    pool = ProcessPool(n_ranks, timeout_seconds=600)
+                pool.run(dist.barrier)
+            try:
+                yield pool.run(trace_of_rank_0, config=config, steps=steps)[0]
+            except RankError as error:
+                problems = re.findall(r"^titanlite\.config\.loader\.ConfigError: (.*)", f"{error}", re.MULTILINE)
+                yield ConfigError([*dict.fromkeys(problems)]) if problems else error
+    finally:
+        if pool:
+            pool.close()
+
+
+def trace_of_rank_0(config: Config, steps: int) -> Trace | None:
+    """Run a layout on this rank of a pool and return its trace on rank 0, None on the others."""
+    trace = run_layout(config, launch := Launch.from_environment(n_devices=0), steps=steps)
+    return trace if launch.rank == 0 else None
 
 
 def _serve(rank: int, group: dict[str, Any], pipe: Any) -> None:

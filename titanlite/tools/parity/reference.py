@@ -15,9 +15,10 @@ from titanlite.config import Config
 from titanlite.data.packing import PackedSequences, Sequence, positions_in_documents
 from titanlite.init import init_weights
 from titanlite.launch.progress import progress
-from titanlite.loss import IGNORED, cross_entropy
+from titanlite.loss import IGNORED, TokenLoss, cross_entropy
 from titanlite.model import Documents
 from titanlite.optimizer import scale_gradients, set_lr
+from titanlite.techniques.data.own import open_own
 
 Trace = dict[str, Tensor]
 """What training steps computed, in that order, as full tensors on the CPU: "initial weight NAME" of every parameter;
@@ -34,16 +35,20 @@ def trace_of(kind: str, tensors: dict[str, Tensor]) -> Trace:
 
 
 class RandomSequences:
-    """Sequences of random tokens, computed from the seed and the global index alone. The number of valid targets
-    differs much from one to the next, so that a loss averaged over ranks or gradient accumulation steps, instead of
-    over tokens, differs from the reference. They count as a mixture of three datasets, which take turns."""
+    """Sequences of random tokens, computed from the seed and the global index alone, or own data. The number of valid
+    targets differs much from one to the next, so that a loss averaged over ranks or gradient accumulation steps,
+    instead of over tokens, differs from the reference. They count as a mixture of three datasets, which take turns."""
 
     names = ("a", "b", "c")
 
     def __init__(self, config: Config):
         self.vocab_size, self.seq_len, self.seed = config.model.vocab_size, config.training.seq_len, config.debug.seed
+        build, sections = config.own.data, (config.model, config.training, config.debug)
+        self.own = open_own(build, *sections)[0] if build else None
 
     def __getitem__(self, index: int) -> Sequence:
+        if self.own:
+            return self.own[index]
         generator = np.random.RandomState((self.seed % 2**32, index))  # numpy takes no larger seed
         tokens = generator.randint(self.vocab_size, size=self.seq_len + 1)
         ends = generator.random_sample(self.seq_len) < 3 / self.seq_len  # about four documents
@@ -59,7 +64,12 @@ class RandomSequences:
 
 
 def token_losses(
-    model: nn.Module, compute_dtype: torch.dtype, tokens_BT: Tensor, targets_BT: Tensor, *masked: Tensor | Documents
+    model: nn.Module,
+    compute_dtype: torch.dtype,
+    tokens_BT: Tensor,
+    targets_BT: Tensor,
+    *masked: Tensor | Documents,
+    loss: TokenLoss | None = None,
 ) -> Tensor:
     """Return the loss of each token, [B, T] in nats, and 0 where the target is IGNORED. The model computes with its
     weights in `compute_dtype`, but for routers. `masked`: positions and documents, where there is a document mask."""
@@ -68,7 +78,7 @@ def token_losses(
         for name, parameter in model.named_parameters()
     }
     logits = torch.func.functional_call(model, weights, (tokens_BT, *masked))
-    return cross_entropy(logits.flatten(0, 1), targets_BT.flatten()).view_as(targets_BT)
+    return (loss or cross_entropy)(logits.flatten(0, 1), targets_BT.flatten(), None).view_as(targets_BT)
 
 
 def run_reference(config: Config, device: torch.device, *, steps: int) -> Trace:
@@ -95,7 +105,7 @@ def run_reference(config: Config, device: torch.device, *, steps: int) -> Trace:
         tokens, targets, positions = (torch.from_numpy(np.stack(column)) for column in zip(*batch, strict=True))
         tokens, targets = tokens.to(device), targets.to(device)
         masked = (positions.to(device), Documents(positions)) if training.document_mask else ()
-        losses = token_losses(model, compute_dtype, tokens, targets, *masked)
+        losses = token_losses(model, compute_dtype, tokens, targets, *masked, loss=config.own.loss)
         valid = targets != IGNORED
         datasets = torch.arange((step - 1) * batch_size, step * batch_size, device=device) % len(sequences.names)
         own = [datasets == number for number in range(len(sequences.names))]

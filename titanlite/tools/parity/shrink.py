@@ -5,9 +5,20 @@ import itertools
 import math
 from typing import Any
 
-from titanlite.config import Config, LoadedConfig
+from titanlite.config import Config, Launch, LoadedConfig, check
 from titanlite.config.loader import value_of
 from titanlite.config.schema import Mla, Moe
+
+
+def smaller(loaded: LoadedConfig[Config], launch: Launch, dtype: str) -> tuple[Config, list[str]]:
+    """Return the resolved config of a smaller model, and the changed sizes. With own data the vocabulary stays, since
+    they may need it."""
+    loaded = loaded if launch.n_devices else adapt_to_cpu(loaded)
+    small, changes = shrink(dataclasses.replace(loaded, config=check(loaded, launch)), dtype)
+    if loaded.config.own.data:
+        size, changes = loaded.config.model.vocab_size, [each for each in changes if "vocab_size" not in each]
+        small = dataclasses.replace(small, config=small.config.replace(model__vocab_size=size))
+    return check(small, launch), changes
 
 
 def shrink(loaded: LoadedConfig[Config], dtype: str) -> tuple[LoadedConfig[Config], list[str]]:

@@ -27,12 +27,13 @@ class TrainingRun:
         self.device = device
         self.layout = mesh.build_layout(config.parallelism, device)
         self.model, stages = build.build_model(config, self.layout, device)
-        self.train_step = build.build_train_step(config, self.layout, self.model, stages, device)
+        run = build.Run(config, self.layout, device, self.model, stages)
+        self.train_step = build.build_train_step(run)
         self.optimizer = build.build_optimizer(config, self.model, stages.values(), self.layout)
         saved = checkpointer.resume(self.model, self.optimizer) if checkpointer else None
         self.last_step, state = (saved["step"], saved["data"]) if saved else (0, None)
         sequences, config = RandomSequences(config), config.replace(training__datasets=[])
-        self.loader = build.build_loader(config, self.layout, sequences, device=device, state=state)
+        self.loader = build.build_loader(run._replace(config=config), sequences, state)
         self.guard = build.build_guard(config.training, device)
         self.parameters = dict(self.model.named_parameters())
 

@@ -1,6 +1,7 @@
 """Plan a config without the hardware that it names.
 
-    titanlite plan CONFIG.toml [--section.key=value ...] [--html FILE] [--explore FILE] [--against METRICS]
+    titanlite plan CONFIG.toml [--section.key=value ...] [--own FILE.py:NAME] [--html FILE] [--explore FILE]
+                                [--against METRICS]
 
 Prints the memory, communication, time and cost of a training step on `plan.device`. --html also writes one HTML page
 with figures (memory over the step, pipeline schedule, step time). --against also compares the plan with what a run of
@@ -17,12 +18,13 @@ import time
 from pathlib import Path
 
 from titanlite.config import load
+from titanlite.config.own import take_own
 from titanlite.launch.arguments import Parser, new_file
 
 
 def main(argv: list[str]) -> int:
     """Run `titanlite plan`. Returns the exit status."""
-    usage = "titanlite plan CONFIG.toml [--section.key=value ...] [--html FILE] [--explore FILE] [--against METRICS]"
+    usage = "titanlite plan CONFIG.toml [--section.key=value ...] [--own FILE.py:NAME] [--html FILE] [--explore FILE]"
     parser = Parser(usage, __doc__)
     parser.add_argument("--html", type=new_file, metavar="FILE", help="also write the plan with figures as a page")
     parser.add_argument("--against", type=Path, metavar="METRICS", help="also compare the plan with a metrics.jsonl")
@@ -33,7 +35,10 @@ def main(argv: list[str]) -> int:
     arguments, config_arguments = parser.parse_known_args(argv)
     if arguments.grid and not arguments.explore:
         parser.error("--grid is an option of --explore")
-    loaded = load(config_arguments)
+    own, config_arguments = take_own(config_arguments)
+    if own.digest and arguments.explore:
+        parser.error("--explore plans titanlite's own blocks; leave out --own")
+    loaded = load(config_arguments, own)
     # Here, since it takes seconds to import torch, and --help and wrong options need none.
     from titanlite.tools.plan.comparison import comparison_table
     from titanlite.tools.plan.planner import assumption, make_plan

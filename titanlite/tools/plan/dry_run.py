@@ -105,7 +105,7 @@ def dry_run(
         fold: leave out repeated layers; False runs all of them, to test that this makes no difference.
     """
     parallelism = config.parallelism
-    folded = fold_stage(config, names) if fold else fold_layers(names, len(names))
+    folded = fold_stage(config, names) if fold and not config.own.block else fold_layers(names, len(names))
     rank = pipeline_rank * parallelism.world_size // parallelism.pipeline_parallel_degree
     mesh.forget_layouts()  # of another rank's world
     with contextlib.ExitStack() as stack:

@@ -197,8 +197,10 @@ def _dry_run_stages(
 
 def kind_of_stage(config: Config, names: list[str]) -> tuple:
     """Return what stages that are alike have in common: the modules besides layers, which of the layers have experts,
-    their windows, and where they are in the pattern of activation checkpointing."""
+    their windows, and where they are in the pattern of activation checkpointing. Own blocks may differ in any layer."""
     layers = layers_of(names)
+    if config.own.block:
+        return tuple(names)
     numbers = [int(name.split(".")[1]) for name in layers]
     kinds = tuple((config.model.has_experts(n), config.model.of_layer(n).sliding_window) for n in numbers)
     return tuple(name for name in names if name not in layers), kinds, numbers[0] % checkpointing_period(config)

@@ -1,0 +1,106 @@
+"""What titanlite offers to Python, in scripts and notebooks; docs/extend.md is the guide."""
+
+import gc
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from titanlite import config
+from titanlite.checkpoint.export import export_last_step
+from titanlite.checkpoint.initial_weights import check_initial_weights
+from titanlite.config import Config, ConfigError, Launch
+from titanlite.config.errors import TrainingError
+from titanlite.config.launch import quantity
+from titanlite.launch import process, progress
+from titanlite.launch.process_group import process_group
+from titanlite.launch.run_folders import check_writable, folders_of_run, lock_run
+from titanlite.launch.same_config import options_of_run, require_same
+from titanlite.parallel import mesh
+from titanlite.techniques.own import Own, load_own
+from titanlite.tools.parity.standard_set import verdicts
+from titanlite.tools.plan.planner import make_plan
+from titanlite.tools.plan.result import Plan
+from titanlite.train import train
+
+
+class RunResult(NamedTuple):
+    """What a run has computed."""
+
+    loss: float | None
+    """Of the last step, in nats per token over all ranks; None if all steps were done before."""
+    folder: Path
+    """job.dump_folder, with config.toml, metrics.jsonl, tb/ and the checkpoints."""
+    metrics: dict[str, float]
+    """Of the last step, by the tags of TensorBoard."""
+
+
+def load(argv: list[str]) -> Config:
+    """Return the options that a config and arguments set: `argv` is what the command line takes, as in
+    ["my.toml", "--training.steps=20"]. Raises ConfigError with a line for each wrong one."""
+    return config.load(argv).config
+
+
+def run(argv: list[str], own: Own | str = "") -> RunResult:
+    """Train in this process, as `titanlite train` does, and return. Under torchrun every rank calls it; otherwise this
+    process is the only one. Signal handlers stay as they are. `argv` is that of `load`, `own` an Own or "FILE.py:NAME".
+
+    Raises:
+        ConfigError: if the config, the data, the checkpoint or the own part is wrong, or more ranks are needed.
+        TrainingError: if the loss is not finite too often, a checkpoint cannot be written, or another run has taken the
+            folder over.
+    """
+    loaded, signals, lost = config.load(argv, load_own(own)), process.Signals(), list[str]()
+    launch, parallelism = Launch.from_environment(torch.cuda.device_count()), loaded.config.parallelism
+    ranks = parallelism.ranks_per_shard * max(parallelism.data_parallel_shard_degree, 1)
+    if ranks > 1 and "WORLD_SIZE" not in os.environ:
+        problem = f"{loaded.file}: needs {quantity(ranks, 'rank')}, and this process is one; start this script with "
+        raise ConfigError([f"{problem}torchrun --nproc-per-node={ranks}, or use titanlite train"])
+    if dist.is_initialized():
+        raise ConfigError(["titanlite.run: this process has a process group of its own; destroy it first"])
+    options = config.check(loaded, launch)
+    job, checkpoint, is_deterministic = options.job, options.checkpoint, torch.are_deterministic_algorithms_enabled()
+
+    def end(message: str) -> None:
+        lost.append(message)
+        signals.stopping = True
+
+    try:
+        folders = folders_of_run(job, checkpoint, options.metrics, options.profiling)
+        if launch.local_rank == 0:
+            check_initial_weights(job, checkpoint, options.model, loaded.origins)
+            check_writable(folders)
+        if launch.rank == 0:
+            lock_run(folders, job, lost=end)
+        with torch.random.fork_rng(range(launch.n_devices)), process_group(launch, options.comm, job.dump_folder):
+            require_same(options_of_run(options))
+            metrics = train(options, launch, signals)
+        if lost:
+            raise TrainingError(lost[0])
+        if checkpoint.last_save_in_hf and launch.rank == 0:
+            export_last_step(Path(job.dump_folder) / checkpoint.folder, options.training.steps, checkpoint.export_dtype)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        mesh.forget_layouts()
+        _clear_sharding_prop_cache()  # private (tried on torch 2.13): it would keep the groups, their files and threads
+        gc.collect()
+        process.clean_up()
+        progress.train_timeout = None
+        torch.use_deterministic_algorithms(is_deterministic)
+    return RunResult(metrics.get("loss_metrics/global_avg_loss"), Path(job.dump_folder), metrics)
+
+
+def plan(argv: list[str], own: Own | str = "") -> Plan:
+    """Return the memory and step time of a config on the hardware that it names; the arguments are those of `run`, but
+    `own` is of a file. Raises ConfigError as `run` does, and if the device is unknown."""
+    return make_plan(config.load(argv, load_own(own)))
+
+
+def parity(argv: list[str], own: Own | str = "", *, dtype: str = "float64", steps: int = 3) -> dict[str, str]:
+    """Compare a standard set of layouts with a single process on this machine's CPUs, as `titanlite parity --all` does.
+    Return a verdict by layout, which begins with equal, DIFFERENT, FAILED or impossible. Raises as `plan` does."""
+    return dict(verdicts(argv, load_own(own), dtype, steps))

@@ -1,0 +1,68 @@
+"""Own data (config/own.py): sequences that the user's object has by their index."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from titanlite.config.loader import ConfigError
+from titanlite.config.schema import Debug, Model, Training
+from titanlite.data.packing import PackedSequences, Sequence
+from titanlite.loss import IGNORED
+
+
+class OwnSequences:
+    """Sequences of an object whose [index] is the T + 1 tokens of one, the same at any time and on any rank, or a
+    titanlite.data.packing.Sequence. If it has a len, epochs follow one another; a validation split `pads` instead."""
+
+    def __init__(self, data: Any, training: Training, vocab_size: int, *, pads: bool = False):
+        self.data, self.seq_len, self.vocab_size, self.pads = data, training.seq_len, vocab_size, pads
+        self.n_sequences = len(data) if hasattr(data, "__len__") else 2**62
+
+    def __str__(self) -> str:
+        return f"sequences of {type(self.data).__name__}"
+
+    def __getitem__(self, index: int) -> Sequence:
+        positions = np.arange(self.seq_len)
+        if self.pads and index >= self.n_sequences:
+            return Sequence(positions * 0, np.full(self.seq_len, IGNORED), positions)
+        item = self.data[index % self.n_sequences]
+        if not isinstance(item, Sequence):
+            item = Sequence(np.asarray(item)[:-1], np.asarray(item)[1:], positions)
+        ids = np.append(item.inputs, item.targets[item.targets != IGNORED])
+        if {each.shape for each in item} != {(self.seq_len,)} or ids.dtype.kind not in "iu":
+            problem = f"{item.inputs.shape} inputs and {item.targets.shape} targets, {ids.dtype}"
+            raise ConfigError([f"own.data: sequence {index} has {problem}; expected {self.seq_len + 1} integers"])
+        if ids.min() < 0 or ids.max() >= self.vocab_size:
+            problem = f"own.data: sequence {index} has tokens from {ids.min()} to {ids.max()}; model.vocab_size is "
+            raise ConfigError([f"{problem}{self.vocab_size}"])
+        return Sequence(*(each.astype(np.int64) for each in item))
+
+    read = PackedSequences.read
+
+    def state(self, position: int) -> dict[str, Any]:
+        """Return what a checkpoint has after `position` sequences were trained on, as plain JSON; more may be read."""
+        return {"own": self.data.state(position)} if hasattr(self.data, "state") else {}
+
+    def resumed(self, loader_state: dict[str, Any] | None) -> OwnSequences:
+        """Continue from where a run stopped, by the state of its loader; None: from the beginning."""
+        if loader_state and "own" in loader_state:
+            self.data.load(loader_state["own"])
+        return self
+
+
+def open_own(
+    build: Any, model: Model, training: Training, debug: Debug, validates: bool = False
+) -> tuple[OwnSequences, OwnSequences | None, str]:
+    """Return the splits of own data and its identity. Raises ConfigError for options that ask for other data."""
+    others = {"datasets": training.datasets, "streaming": training.streaming}
+    problems = [f"training.{key}: own.data has the sequences; leave it out" for key in others if others[key]]
+    arguments = training, model.vocab_size
+    data = build(*arguments, debug.seed)
+    if validates and not hasattr(data, "validation"):
+        problems.append("validation.enable = true: own.data has no `validation`, sequences with a len; set false")
+    if problems:
+        raise ConfigError(problems)
+    validated = OwnSequences(data.validation, *arguments, pads=True) if validates else None
+    return OwnSequences(data, *arguments), validated, f"own {type(data).__name__}/{training.seq_len}/{debug.seed}"

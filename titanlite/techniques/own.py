@@ -1,0 +1,159 @@
+"""The user's own parts of a run, by `--own FILE.py:NAME` or from Python: how they are loaded and checked."""
+
+import dataclasses
+import hashlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titanlite.config.loader import ConfigError, show
+from titanlite.config.own import Parts
+from titanlite.config.schema import Model, Parallelism, Training
+from titanlite.launch.arguments import Parser
+from titanlite.loss import IGNORED
+from titanlite.model import Block, Llama
+from titanlite.parallel.own_rules import ShardsWeights
+from titanlite.parallel.tensor import BLOCK_STYLES
+
+
+@dataclasses.dataclass(frozen=True)
+class Own(Parts):
+    """Holds the user's own parts of a run; those that are not given are titanlite's (titanlite/config/own.py)."""
+
+    digest: str = "in Python"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if not self.place:
+            raise ConfigError(['own: other processes load it from a file; write it there, and give own="FILE.py:NAME"'])
+        return load_own, (self.place,)
+
+    def prepare(self, stage: Llama, model: Model, training: Training, parallelism: Parallelism) -> None:
+        """Give the own blocks of a stage their styles, and run them on the meta device, where it costs nothing. Raises
+        ConfigError with a line for each that some layout would compute otherwise."""
+        problems: list[str] = []
+        for layer, block in stage.layers.items() if self.block else ():
+            block.styles = self.styles
+            found = dict(self._wrong_names(block, parallelism.tensor_parallel_degree > 1))
+            found = found or _wrong_forward(block, model)
+            names = {name for name, _ in block.named_modules()}
+            if training.attention_backend != "auto" and "attention.inner_attention" not in names:
+                found["attention"] = "has no inner_attention, which context parallel and masks replace"
+            problems += [f"layers.{layer}.{name}: {problem}" for name, problem in found.items()]
+        if problems:
+            raise ConfigError(problems)
+
+    def _wrong_names(self, block: nn.Module, is_sharded: bool) -> Iterator[tuple[str, str]]:
+        """Yield the modules and tensors of a block that no layout knows, and why."""
+        theirs = [name for name, module in block.named_modules() if isinstance(module, ShardsWeights)]
+        for name, module in block.named_modules():
+            if any(f"{name}.".startswith(f"{each}.") for each in theirs):
+                continue
+            parameters = dict(module.named_parameters(name, recurse=False))
+            if parameters and is_sharded and name not in {*BLOCK_STYLES, *self.styles}:
+                kind = f"a {type(module).__name__} without a tensor-parallel style"
+                yield name, f"{kind}; give own.styles one, or name it as parallel/tensor.py does, as w1 to w3"
+            for key, parameter in parameters.items():
+                if not key.endswith(("weight", "bias")) or parameter.dim() not in (1, 2):
+                    yield key, "a parameter that init does not know; make it a weight or a bias of 1 or 2 dimensions"
+            for key, value in _state(module).items():
+                if isinstance(value, Tensor):
+                    yield f"{name}.{key}", "a tensor that is no parameter has no values here; make it in forward"
+
+    def check_loss(
+        self, model: Model, parallelism: Parallelism, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        """Compute the own loss of random logits: of all, of each half of the tokens and, under loss parallel, of each
+        rank's shard of the vocabulary. Every rank calls it. Raises ConfigError unless they and gradients are equal."""
+        if not self.loss:
+            return
+        vocab_size, generator = model.vocab_size, torch.Generator(device).manual_seed(0)
+        logits_NV = torch.randn(8, vocab_size, generator=generator, device=device).requires_grad_()
+        targets_N = torch.randint(vocab_size, (8,), generator=generator, device=device)
+        targets_N[2] = IGNORED
+        losses_N, problem = self.loss(logits_NV, targets_N, None), ""
+        halves = [self.loss(*half, None) for half in zip(logits_NV.split(4), targets_N.split(4), strict=True)]
+        if losses_N.shape != targets_N.shape:
+            problem = f"returns {tuple(losses_N.shape)} for 8 tokens; expected the loss of each, (8,)"
+        elif losses_N[2] != 0:
+            problem = f"is {losses_N[2].item():.4f} where the target is {IGNORED}; expected 0"
+        elif not _close(torch.cat(halves), losses_N):
+            problem = "of a token depends on the other tokens, which other ranks or chunks may have"
+        elif group.size() > 1 and not parallelism.disable_loss_parallel:
+            shard_NV = logits_NV.chunk(group.size(), 1)[group.rank()].detach().requires_grad_()
+            sharded_N = self.loss(shard_NV, targets_N, group)
+            (grad_NV,) = torch.autograd.grad(losses_N.sum(), logits_NV)
+            (own_NV,) = torch.autograd.grad(sharded_N.sum(), shard_NV)
+            is_close = _close(sharded_N, losses_N)
+            if not is_close or not _close(own_NV, grad_NV.chunk(group.size(), 1)[group.rank()]):
+                problem = f"another {'gradient' if is_close else 'value'} with the vocabulary on {group.size()} ranks; "
+                problem += "reduce over `group`, or set parallelism.disable_loss_parallel = true"
+        if problem:
+            raise ConfigError([f"own.loss: {problem}"])
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=1e-3, atol=1e-4)  # an own loss may round, as to bfloat16
+
+
+def _state(module: nn.Module) -> dict[str, Any]:
+    """Return the buffers and attributes of a module itself."""
+    return {key: value for key, value in {**vars(module), **module._buffers}.items() if not key.startswith("_")}
+
+
+def _wrong_forward(block: nn.Module, model: Model) -> dict[str, str]:
+    """Return what is wrong with the forward of a block, by name."""
+    if not isinstance(block, Block):
+        return {"": f"a {type(block).__name__}; expected a titanlite.model.Block, whose parts may be own"}
+    dtype, options = next(block.parameters()).dtype, {"device": "meta"}
+    x_ND = torch.empty(16, model.dim, dtype=dtype, **options)
+    rope_TK2 = torch.empty(8, model.rope_width // 2, 2, dtype=torch.promote_types(dtype, torch.float32), **options)
+    before = {name: _state(module) for name, module in block.named_modules()}
+    try:
+        y_ND = block(x_ND, rope_TK2, None)
+    except (RuntimeError, TypeError) as error:
+        if isinstance(error, NotImplementedError) or "meta tensor" in str(error):
+            return {}  # it reads values, or an operator cannot run without
+        return {"forward": f"fails on x of {tuple(x_ND.shape)}: {str(error).splitlines()[0]}"}
+    if y_ND.shape != x_ND.shape:
+        return {"forward": f"makes {tuple(y_ND.shape)} of {tuple(x_ND.shape)}; expected the same shape"}
+    after = {name: _state(module) for name, module in block.named_modules()}
+    text = "changes in forward; a block keeps no state from one sequence to the next"
+    return {f"{n}.{key}": text for n in after for key in after[n] if after[n][key] is not before[n].get(key)}
+
+
+def load_own(place: str | Parts) -> Parts:
+    """Return the Own that FILE.py:NAME names, or is given; "": titanlite's parts. No folder is put on sys.path. Raises
+    ConfigError with a line if that fails."""
+    if not place or isinstance(place, Parts):
+        return place or Parts()
+    file, _, name = place.rpartition(":")
+    path = Path(file).absolute()
+    try:
+        content = path.read_bytes()
+        spec = importlib.util.spec_from_file_location(f"own_{path.stem}", path)
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        exec(compile(content, str(path), "exec"), module.__dict__)
+    except Exception as error:
+        line = getattr(error, "lineno", None) or traceback.extract_tb(error.__traceback__)[-1].lineno
+        where = "expected FILE.py:NAME" if isinstance(error, OSError) else f"line {line}: {type(error).__name__}"
+        raise ConfigError([f"--own {place}: {where}: {error}"]) from error
+    own = getattr(module, name, None)
+    if not isinstance(own, Own):
+        raise ConfigError([f"--own {place}: {show(name)} is no titanlite.Own of this file"])
+    digest = hashlib.sha256(content).hexdigest()[:16]
+    return dataclasses.replace(own, place=f"{path}:{name}", digest=f"{path.name}:{name} {digest}")
+
+
+def take_own(argv: list[str]) -> tuple[Parts, list[str]]:
+    """Return what `--own` names, and the other arguments. Raises ConfigError as load_own does."""
+    parser = Parser("titanlite COMMAND CONFIG --own FILE.py:NAME", None)
+    parser.add_argument("--own", default="", metavar="FILE.py:NAME")
+    arguments, others = parser.parse_known_args(argv)
+    return load_own(arguments.own), others
