@@ -251,8 +251,7 @@ def _tensors(parameter: Tensor, name: str, files: Mapping[str, Path], options: M
 
 
 def _check_tied(files: dict[str, Path], embedding: nn.Parameter, options: Model) -> None:
-    """Raise ConfigError if a folder's output head is not its embedding in the rows that this rank has, though [model]
-    ties the two."""
+    """Raise ConfigError if [model] ties embeddings, and a folder's head and embedding differ in this rank's rows."""
     name = name_in(files, hf_name(EMBEDDING, options))
     with open_safetensors(files[name]) as one, open_safetensors(files[OUTPUT_HEAD]) as other:
         tensors, ranges = (one.get_slice(name), other.get_slice(OUTPUT_HEAD)), _ranges(embedding, EMBEDDING, options)
@@ -298,9 +297,8 @@ Range = tuple[slice, Tensor | None]
 
 
 def _ranges(parameter: Tensor, name: str, options: Model) -> list[Range]:
-    """Return the rows, and the columns if there are any, that this rank has of each of a parameter's tensors, in the
-    parameter's order; columns first if they are rows there. Shards of rotated rows may begin or end within a head, so
-    more rows may be read."""
+    """Return this rank's rows, and columns if any, of each of a parameter's tensors, in the parameter's order;
+    columns first if they are rows there. Rotated rows may cover more: a shard may begin or end within a head."""
     dims = range(parameter.dim())[-2:]
     rows = hf_rows(name, local_indices(parameter, dims[0]), options)
     ranges = [_cover(rows), *(_cover(local_indices(parameter, dim)) for dim in dims[1:])]

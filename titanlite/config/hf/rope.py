@@ -101,8 +101,7 @@ def _longrope(config: JsonObject, rope: JsonObject) -> dict[str, Any]:
 
 
 def _original_length(config: JsonObject, rope: JsonObject) -> int:
-    """Return the length before scaling. transformers prefers the key outside the object, and falls back to the length
-    that the model has now."""
+    """Return the length before scaling: transformers prefers the key outside the object to the one in it."""
     key = "original_max_position_embeddings"
     holders = [each for each in (config, rope) if each.values.get(key) is not None]
     return holders[0].integer(key) if holders else config.integer("max_position_embeddings")

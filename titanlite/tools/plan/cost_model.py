@@ -231,8 +231,7 @@ class CostModel:
         return exposed + own
 
     def _weights_to_device(self, work: Work, copied: set[int], cost: Cost) -> float:
-        """Return the seconds in which CPU offload copies the weights that an operator reads and that a segment has not
-        copied yet."""
+        """Return the seconds in which CPU offload copies the weights that an operator is the first to read."""
         weights = {
             id(x): x for x in work.inputs if x.kind == "parameters" and x.maker != BUFFER and id(x) not in copied
         }
@@ -257,8 +256,7 @@ class CostModel:
         return Cost(seconds=Counter(optimizer=seconds), elapsed=seconds)
 
     def offloaded_step(self, steps: Sequence[Work]) -> Cost:
-        """Return the cost of Adam's step on the CPU, while weights and gradients are copied to host memory and weights
-        back to the device."""
+        """Return the cost of Adam's step on the CPU, beside copies of weights and gradients to it, and weights back."""
         # The operator's schema says that it writes weights, gradients and two states.
         cost, weights = self.host_update(steps), sum(step.written for step in steps) // 4
         self._copy("copy to device", weights, cost)

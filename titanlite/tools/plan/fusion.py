@@ -146,8 +146,7 @@ class _Saved:
         return life is None or (allocation not in self.freed and (life.freed == -1 or life.freed >= number))
 
     def computed_from(self, allocation: Allocation, number: int) -> set[Allocation] | None:
-        """Return what a pointwise result can be computed from in a segment, if it is saved until then; None if it
-        cannot."""
+        """Return the saved results that a pointwise one can be computed from in a segment; None if it cannot."""
         life, found = self.lives[allocation], set()
         if not life.writers or not all(map(is_fusible, life.writers)):
             return None
