@@ -2,8 +2,8 @@
 
     python -m docs.build.pages
 
-It writes the reading order in README.md, the table of parts there and in docs/architecture.md, and the pages
-docs/reference/commands.md and docs/reference/support.md.
+It writes the reading order in README.md, the table of parts there and in docs/architecture.md, the table of complex
+functions there, and the pages docs/reference/commands.md and docs/reference/support.md.
 tests/test_docs.py fails until they are what this script writes. `titanlite config --reference` writes
 docs/reference/config.md.
 """
@@ -73,6 +73,13 @@ def parts_table() -> str:
     return table(["", *rows[0]], [[word, *(f"{n:,}" for n in row.values())] for word, row in words])
 
 
+def complexity_table() -> str:
+    """Return the table of the functions whose complexity is above the limit."""
+    found = test_architecture.complex_functions_of_the_package()
+    rows = [(*name.split(" "), f"{number}", test_architecture.MORE_COMPLEX[name]) for name, number in found.items()]
+    return table(("file", "function", "complexity", "why"), rows)
+
+
 def minutes(n_lines: int) -> str:
     """Return how long a reader takes for some lines."""
     return f"{max(1, round(n_lines / LINES_PER_MINUTE))}"
@@ -84,8 +91,8 @@ def readme(text: str) -> str:
 
 
 def architecture(text: str) -> str:
-    """Return docs/architecture.md with its table of the parts rewritten."""
-    return with_table(text, "parts", parts_table())
+    """Return docs/architecture.md with its tables of the parts and of complex functions rewritten."""
+    return with_table(with_table(text, "parts", parts_table()), "complexity", complexity_table())
 
 
 # docs/reference/commands.md -------------------------------------------------------------------------------------------

@@ -192,7 +192,7 @@ def _problem_of(manifest: Manifest) -> str:
 def _problem_of_slices(slices: list[tuple[int, list[int], list[int]]], shape: list[int], n_files: int) -> str:
     """Return what is wrong with the slices of a tensor: they must cover each element once."""
     files = [file for file, _, _ in slices]
-    if len(set(files)) < len(files) or any(file >= n_files for file in files):
+    if len(set(files)) < len(files) or max(files, default=0) >= n_files:
         return "each slice must be in another file, and the file must exist"
     for _, offset, size in slices:
         fits = len(offset) == len(size) == len(shape)
@@ -207,7 +207,7 @@ def _problem_of_slices(slices: list[tuple[int, list[int], list[int]]], shape: li
     ]
     if math.prod(len(each) - 1 for each in bounds) > LARGEST_GRID:
         return "the slices have too many different boundaries"
-    index = [{bound: i for i, bound in enumerate(each)} for each in bounds]
+    index = [dict(zip(each, range(len(each)), strict=True)) for each in bounds]
     covered = np.zeros([len(each) - 1 for each in bounds], dtype=np.int32)
     for _, offset, size in slices:
         covered[tuple(slice(i[a], i[a + n]) for i, a, n in zip(index, offset, size, strict=True))] += 1

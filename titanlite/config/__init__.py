@@ -27,6 +27,5 @@ def load(argv: list[str], own: Parts | None = None) -> LoadedConfig[Config]:
 
 
 def load_values(values: dict[str, Any], name: str, arguments: list[str]) -> LoadedConfig[Config]:
-    """Check options of sections as `load` does those of a file, and `--section.key=value` arguments. Messages name
-    `name` instead of a file."""
+    """Check options of sections as `load` does a file's, and `--section.key=value` arguments. Messages name `name`."""
     return loader.load_values(Config, values, name, arguments, rules=rules.between_options)

@@ -138,8 +138,7 @@ class LoadedConfig(Generic[Options]):
 
 
 def value_of(config: Section, key: str) -> Any:
-    """Return the value of an option `section.key`, or `section.key.N.name` of the table N, counted from 0, of an array
-    of tables."""
+    """Return the value of an option `section.key`, or `section.key.N.name` of table N of an array, from 0."""
     value: Any = config
     for name in key.split("."):
         value = value[int(name)] if isinstance(value, list) else getattr(value, name)

@@ -79,11 +79,10 @@ DEPENDENT_OPTIONS = [
 def between_options(config: Config, changed: set[str]) -> Rejections:
     """Return the problems between options. `changed` has the keys whose value is not the default."""
     reject = Rejections()
-    for rules in (model_rules, family_rules, _dependent_options, dataset_rules, data_rules, _step_rules):
-        rules(config, changed, reject)
-    for rules in (_precision_rules, _optimizer_rules, _low_precision_rules, _compile_rules, _fault_tolerance_rules):
-        rules(config, changed, reject)
-    for rules in (size_rules, shard_rules, context_rules, expert_rules, split_backward_rules, pipeline_rules):
+    of_sections = model_rules, family_rules, _dependent_options, dataset_rules, data_rules, _training_rules
+    of_numbers = _optimizer_rules, _low_precision_rules, _compile_rules, _fault_tolerance_rules
+    of_layouts = size_rules, shard_rules, context_rules, expert_rules, split_backward_rules, pipeline_rules
+    for rules in (*of_sections, *of_numbers, *of_layouts):
         rules(config, changed, reject)
     for rejection in reject:
         if any(key.startswith("model.") for key in rejection.reads):
@@ -104,7 +103,8 @@ def _dependent_options(config: Config, changed: set[str], reject: Rejections) ->
                 reject(key, f"read only when {switch} is {needed}; set that, or remove it", switch)
 
 
-def _step_rules(config: Config, changed: set[str], reject: Rejections) -> None:
+def _training_rules(config: Config, changed: set[str], reject: Rejections) -> None:
+    """Reject numbers of steps and data types that contradict others."""
     training, total_steps = config.training, config.lr_scheduler.total_steps
     if training.global_batch_size != -1 and training.global_batch_size % training.local_batch_size:
         message = f"expected a multiple of {keys.BATCH} = {training.local_batch_size}"
@@ -112,10 +112,6 @@ def _step_rules(config: Config, changed: set[str], reject: Rejections) -> None:
     if total_steps != -1 and total_steps < training.steps:
         message = f"expected at least training.steps = {training.steps}; the schedule ends after total_steps"
         reject("lr_scheduler.total_steps", message, "training.steps")
-
-
-def _precision_rules(config: Config, changed: set[str], reject: Rejections) -> None:
-    training = config.training
     for key in (keys.PARAM, "training.mixed_precision_reduce"):
         if training.dtype == "float64" and value_of(config, key) not in ("auto", "float64"):
             reject(key, f'{keys.DTYPE} = "float64" computes and reduces in float64; set "auto"', keys.DTYPE)
@@ -153,15 +149,21 @@ def _optimizer_rules(config: Config, changed: set[str], reject: Rejections) -> N
     if offload and training.enable_cpu_offload:
         message = "training.enable_cpu_offload keeps the states in host memory too; set one of the two"
         reject(OFFLOAD, message, OFFLOAD_ALL)
-    if optimizer.name == "Muon" and optimizer.qk_clip_threshold and config.model.qk_norm:
+    if optimizer.name == "Muon":
+        _muon_rules(config, reject)
+
+
+def _muon_rules(config: Config, reject: Rejections) -> None:
+    if config.optimizer.qk_clip_threshold and config.model.qk_norm:
         message = "norms of queries and keys bound the logits, and undo a factor on weights; set 0"
         reject(QK_CLIP, message, "model.qk_norm", keys.OPTIMIZER)
-    if optimizer.name == "Muon" and training.enable_cpu_offload:
+    if config.training.enable_cpu_offload:
         message = 'Muon multiplies matrices, on the device; set false, or optimizer.name = "AdamW"'
         reject(OFFLOAD_ALL, message, keys.OPTIMIZER)
 
 
 def _low_precision_rules(config: Config, changed: set[str], reject: Rejections) -> None:
+    """Reject options that contradict those of float8 or INT8, whose weight gradients sum tokens in 32 bits."""
     float8, int8 = config.float8, config.int8
     if float8.enable and int8.enable:
         reject("int8.enable", "float8.enable = true converts the same layers; set one of them false", "float8.enable")
@@ -178,14 +180,9 @@ def _low_precision_rules(config: Config, changed: set[str], reject: Rejections) 
         message = f"torch.compile overlaps no collective with {'INT8' if int8.enable else 'MXFP8'} products; set false"
         switch = "float8.enable" if float8.enable else "int8.enable"
         reject(keys.ASYNC_TENSOR, message, switch, "float8.recipe", keys.TENSOR)
-    _int8_range_rules(config, reject)
-
-
-def _int8_range_rules(config: Config, reject: Rejections) -> None:
-    """Reject a weight gradient that sums so many tokens that 32 bits may overflow."""
     key = keys.MICROBATCH if config.parallelism.pipeline_parallel_degree > 1 else keys.BATCH
     tokens = config.tokens_of_forward
-    if config.int8.enable and tokens > MOST_INT8_TOKENS:
+    if int8.enable and tokens > MOST_INT8_TOKENS:
         message = f"the weight gradients of INT8 sum {tokens} tokens in 32 bits, which {MOST_INT8_TOKENS} cannot "
         reject(key, message + "overflow; set less", "int8.enable", "training.seq_len", keys.CONTEXT)
 

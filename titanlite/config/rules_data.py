@@ -11,18 +11,17 @@ from titanlite.config.schema import DATASET_OPTIONS, FILES, FORMAT_OPTIONS, Conf
 def dataset_rules(config: Config, changed: set[str], reject: Rejections) -> None:
     """Reject options of datasets, of one or of each in a mixture, that miss or contradict others."""
     training, conversations = config.training, list[str]()
-    datasets = {f"{keys.MIXTURE}.{number}": dataset for number, dataset in enumerate(training.datasets)}
-    for section, options in (datasets or {"training": training}).items():
-        switch, kind, row = f"{section}.dataset", options.dataset, f"{section}.dataset_format"
+    sections = [f"{keys.MIXTURE}.{number}" for number in range(len(training.datasets))] or ["training"]
+    for section in sections:
+        options, switch, row = value_of(config, section), f"{section}.dataset", f"{section}.dataset_format"
+        kind = options.dataset
         if kind in (*FILES, "hub") and not options.dataset_path:
             path = "a name on the Hugging Face hub, as in allenai/c4" if kind == "hub" else "a file, folder or glob"
             reject(f"{section}.dataset_path", f"{switch} = {show(kind)} needs {path}", keys.MIXTURE)
         for readers, key, value in ((DATASET_OPTIONS, switch, kind), (FORMAT_OPTIONS, row, options.dataset_format)):
             for name, values in readers.items():
-                is_set = getattr(options, name) != type(options).model_fields[name].default
-                if is_set and value not in values:
-                    message = f"read only when {key} is {' or '.join(map(show, values))}; set that, or remove it"
-                    reject(f"{section}.{name}", message, key, keys.MIXTURE)
+                if getattr(options, name) != type(options).model_fields[name].default:
+                    _require(f"{section}.{name}", key, value, values, reject)
         if options.special_tokens_in_text == "special":
             key = f"{section}.special_tokens_in_text"
             if training.packing != "best_fit":
@@ -33,17 +32,22 @@ def dataset_rules(config: Config, changed: set[str], reject: Rejections) -> None
             conversations.append(row)
     if conversations:
         _conversation_rules(config, conversations[0], reject)
-    first = training.datasets[0] if training.datasets else training
-    switch = f"{keys.MIXTURE}.0.dataset" if training.datasets else keys.DATASET
+    switch = f"{sections[0]}.dataset"
     for key, kinds in (("validation.dataset_path", FILES), ("validation.dataset_split", ("hub",))):
-        if key in changed and first.dataset not in kinds:
-            message = f"read only when {switch} is {' or '.join(map(show, kinds))}; set that, or remove it"
-            reject(key, message, switch, keys.MIXTURE)
+        if key in changed:
+            _require(key, switch, value_of(config, switch), kinds, reject)
     if training.datasets:
         _mixture_rules(training, changed, reject)
     elif training.change_mixture_on_resume:
         message = f"read only with {keys.MIXTURE}; set that, or remove it"
         reject("training.change_mixture_on_resume", message, keys.MIXTURE)
+
+
+def _require(key: str, switch: str, value: str, values: tuple[str, ...], reject: Rejections) -> None:
+    """Reject an option that is set and not read with the value of its switch."""
+    if value not in values:
+        message = f"read only when {switch} is {' or '.join(map(show, values))}; set that, or remove it"
+        reject(key, message, switch, keys.MIXTURE)
 
 
 def _conversation_rules(config: Config, key: str, reject: Rejections) -> None:
@@ -82,20 +86,12 @@ def _mixture_rules(training: Training, changed: set[str], reject: Rejections) ->
 
 def data_rules(config: Config, changed: set[str], reject: Rejections) -> None:
     """Reject what streaming, validation and sampled texts cannot have."""
-    dataset, validation = config.training.dataset, config.validation
-    streaming = config.training.streaming and not config.training.datasets
+    validation, streaming = config.validation, config.training.streaming and not config.training.datasets
     own_split = all(each.dataset == "c4" for each in config.training.datasets or [config.training])
-    if streaming and dataset == "pydoc_topics":
-        reject(keys.STREAMING, "the built-in text is in memory; set false", keys.DATASET)
-    if streaming and keys.SHUFFLE_BLOCK in changed and not config.training.shuffle:
-        reject(keys.SHUFFLE_BLOCK, "read only with training.shuffle = true", "training.shuffle")
-    if streaming and config.training.packing == "best_fit":
-        message = "best-fit packing needs the lengths of all documents, and so the token cache; set false"
-        reject(keys.STREAMING, message, keys.PACKING)
     has_split = bool(validation.dataset_path or validation.dataset_split or own_split)
     split_keys = (keys.DATASET, keys.MIXTURE, "validation.dataset_path", "validation.dataset_split")
-    if streaming and keys.FRACTION in changed:
-        reject(keys.FRACTION, "streaming cannot split off validation documents; remove it", keys.STREAMING)
+    if streaming:
+        _streaming_rules(config, changed, reject)
     elif has_split and keys.FRACTION in changed:
         reject(keys.FRACTION, "the dataset has a validation split of its own; remove it", *split_keys)
     if streaming and validation.enable and not has_split:
@@ -111,3 +107,15 @@ def data_rules(config: Config, changed: set[str], reject: Rejections) -> None:
             reject(keys.PROMPTS, message, key)
     if "validation.generate_tokens" in changed and not validation.generate_prompts:
         reject("validation.generate_tokens", f"read only with {keys.PROMPTS}; set that, or remove it", keys.PROMPTS)
+
+
+def _streaming_rules(config: Config, changed: set[str], reject: Rejections) -> None:
+    if config.training.dataset == "pydoc_topics":
+        reject(keys.STREAMING, "the built-in text is in memory; set false", keys.DATASET)
+    if keys.SHUFFLE_BLOCK in changed and not config.training.shuffle:
+        reject(keys.SHUFFLE_BLOCK, "read only with training.shuffle = true", "training.shuffle")
+    if config.training.packing == "best_fit":
+        message = "best-fit packing needs the lengths of all documents, and so the token cache; set false"
+        reject(keys.STREAMING, message, keys.PACKING)
+    if keys.FRACTION in changed:
+        reject(keys.FRACTION, "streaming cannot split off validation documents; remove it", keys.STREAMING)

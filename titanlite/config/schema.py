@@ -118,8 +118,7 @@ class Moe(Section):
     """Balance the experts' load without a loss (arXiv:2408.15664): the router chooses by scores to which each expert's
     bias is added. The biases are saved in checkpoints."""
     balance_bias_rate: NotNegative = 0.001
-    """What an optimizer step adds to the bias of an expert with less than the mean load, and takes from one with
-    more."""
+    """What an optimizer step adds to the bias of an expert with less than the mean load, or takes where it is more."""
     balance_loss_weight: NotNegative = 0.0
     """Weight of the auxiliary loss of each layer with experts, E times the sum over the E experts of share of the load
     times mean score, 1 if balanced (Switch Transformer, arXiv:2101.03961). Shares are those of the global batch of the
@@ -141,8 +140,7 @@ class Mla(Section):
     kv_lora_rank: CountOrZero = 0
     """Width of the vector (latent) from which a token's keys and values are computed; 0: attention has none."""
     q_lora_rank: CountOrZero = 0
-    """Width of the vector (latent) from which a token's queries are computed; 0: they are computed from the residual
-    stream."""
+    """Width of the vector (latent) from which a token's queries are computed; 0: queries have none."""
     qk_nope_head_dim: Count = 128
     """Channels of a head of queries and keys without rotary embedding."""
     qk_rope_head_dim: Count = 64
@@ -227,8 +225,7 @@ class Model(Section):
     tie_embeddings: bool
     """Tied embeddings: use the embedding's weight as the output head's weight."""
     attention_bias: Literal["none", "qkv", "all"]
-    """Biases of the attention layers; qkv: of the projections to queries, keys and values (Qwen2); all: of the output
-    projection too."""
+    """Biases of the attention layers; qkv: of queries, keys and values (Qwen2); all: of the output projection too."""
     mlp_bias: bool
     """Biases of the three feed-forward layers."""
     qk_norm: Union[bool, Literal["all_heads"]]
@@ -472,8 +469,7 @@ class MixedDataset(DatasetOptions):
     name: str = ""
     """Its name in metrics and checkpoints, made of letters, digits, "_", "-" and "."."""
     weight: Union[Literal[-1], Positive] = -1
-    """Share of the sequences that come from it, relative to the weights of the others. -1, in all: the number of its
-    sequences, or tokens."""
+    """Share of the sequences, relative to the others' weights. -1, in all: the number of its sequences or tokens."""
     tokens: Union[Literal[-1], Annotated[int, Field(ge=1, le=MOST_TOKENS)]] = -1
     """Token budget, instead of a weight: it is the share, and the dataset drops out once it is used up. -1: none."""
     epochs: Union[Literal[-1], Positive] = -1
@@ -775,8 +771,7 @@ class Validation(Section):
     fraction: Fraction = 0.05
     """Fraction of documents in the validation split, if no split or path is set; training never reads them."""
     dataset_path: PathText = ""
-    """Files to validate on, of the kind that training.dataset names, or the first table of training.datasets (text,
-    json, parquet)."""
+    """Files to validate on (text, json, parquet), of the kind of training.dataset or the first of training.datasets."""
     dataset_split: str = ""
     """Split of a hub dataset to validate on; of a mixture, of its first dataset."""
     generate_prompts: list[str] = Field(default=[])

@@ -24,8 +24,7 @@ MOST_RANKS = 2**16
 """Most ranks: four times as many as of the largest published run (arXiv:2407.21783). torch makes a tensor for every
 rank that a weight is sharded over, on each of them and in a plan."""
 MOST_LAYERS = 4096
-"""Most layers: a plan, and every rank, names and builds each of them. Published models have at most 1,000
-(arXiv:2203.00555)."""
+"""Most layers, each of which every rank, and a plan, builds. Published models have at most 1,000 (arXiv:2203.00555)."""
 Count = Annotated[int, Field(ge=1, le=MOST_ITEMS)]
 CountOrZero = Annotated[int, Field(ge=0, le=MOST_ITEMS)]
 Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]

@@ -75,24 +75,14 @@ def load_hf_weights(folder: Path, model: nn.Module, options: Model) -> None:
             has changed then. Or if a number is NaN or infinite.
     """
     parameters, files = named_weights(model), tensor_files(folder)
-    all_shapes = tensor_shapes(options)
-    pairs = [(there, hf_shape(ours, all_shapes, options)) for there, ours in hf_tensors(options, all_shapes).items()]
-    of_folder = {name_in(files, name): shape for there, shape in pairs for name in there}
-    for name in [name for name in of_folder if name + BLOCKS in files]:
-        of_folder |= {name + kind: shape for kind, shape in quantized_shapes(of_folder.pop(name)).items()}
+    of_folder = _shapes_in(files, options)
     is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
     if options.mla.kv_lora_rank:
         files = _without_predictors(folder, files, prints=is_rank0)
-    problems = _name_problems(folder, set(files), set(of_folder), tied=options.tie_embeddings)
-    if problems:
+    if problems := _name_problems(folder, set(files), set(of_folder), tied=options.tie_embeddings):
         raise ConfigError(problems)
-    tensors = {
-        name: [name_in(files, each) for each in _tensors(parameter, hf_names(name, options))]
-        for name, parameter in parameters.items()
-    }
-    for name in [name for name in tensors if is_stacked(name, options) and tensors[name][0] not in of_folder]:
-        tensors[name] = [tensors[name][0] + kind for kind in (BLOCKS, SCALES)]
-    shapes = {each: of_folder[each] for name in parameters for each in tensors[name]}
+    tensors = {name: _tensors(parameter, name, files, options) for name, parameter in parameters.items()}
+    shapes = {each: of_folder[each] for names in tensors.values() for each in names}
     has_both = options.tie_embeddings and OUTPUT_HEAD in files and EMBEDDING in parameters
     if has_both:
         shapes[OUTPUT_HEAD] = parameters[EMBEDDING].shape
@@ -107,9 +97,26 @@ def load_hf_weights(folder: Path, model: nn.Module, options: Model) -> None:
         for name, parameter in parameters.items():
             _fill(parameter, name, {tensor: files[tensor] for tensor in tensors[name]}, options)
             advance()
-    for name in grows & shapes.keys() if is_rank0 else ():
-        with open_safetensors(files[name]) as of_file:
-            n = options.vocab_size - of_file.get_slice(name).get_shape()[0]
+    if is_rank0:
+        _print_new_rows(folder, {name: files[name] for name in grows & shapes.keys()}, options.vocab_size)
+
+
+def _shapes_in(files: Mapping[str, Path], options: Model) -> dict[str, torch.Size]:
+    """Return the shapes of all tensors that the model has in a folder, by their names there."""
+    all_shapes, shapes = tensor_shapes(options), {}
+    for names, ours in hf_tensors(options, all_shapes).items():
+        shape = hf_shape(ours, all_shapes, options)
+        for name in (name_in(files, each) for each in names):
+            quantized = quantized_shapes(shape) if name + BLOCKS in files else {"": shape}
+            shapes |= {name + kind: own for kind, own in quantized.items()}
+    return shapes
+
+
+def _print_new_rows(folder: Path, grows: Mapping[str, Path], n_rows: int) -> None:
+    """Print how many rows the files of these tensors lack."""
+    for name, file in grows.items():
+        with open_safetensors(file) as of_file:
+            n = n_rows - of_file.get_slice(name).get_shape()[0]
         if n:
             print(f"{folder}: {n} new rows of {name}, the mean of the others (model.new_tokens)", flush=True)
 
@@ -233,16 +240,18 @@ def open_safetensors(file: Path, again: str = "download") -> Iterator[Any]:
         yield tensors
 
 
-def _tensors(parameter: Tensor, names: list[str]) -> list[str]:
+def _tensors(parameter: Tensor, name: str, files: Mapping[str, Path], options: Model) -> list[str]:
     """Return which tensors this rank needs of those of a parameter: of experts, those of the ones that it has."""
+    names = [name_in(files, each) for each in hf_names(name, options)]
+    if is_stacked(name, options):
+        return [names[0] + kind for kind in (BLOCKS, SCALES)] if names[0] + BLOCKS in files else names
     if parameter.dim() < EXPERT_DIMS or len(names) < len(parameter):
         return names
     return [names[expert] for expert in local_indices(parameter, 0)]
 
 
 def _check_tied(files: dict[str, Path], embedding: nn.Parameter, options: Model) -> None:
-    """Raise ConfigError if a folder's output head is not its embedding in the rows that this rank has, though [model]
-    ties the two."""
+    """Raise ConfigError if [model] ties embeddings, and a folder's head and embedding differ in this rank's rows."""
     name = name_in(files, hf_name(EMBEDDING, options))
     with open_safetensors(files[name]) as one, open_safetensors(files[OUTPUT_HEAD]) as other:
         tensors, ranges = (one.get_slice(name), other.get_slice(OUTPUT_HEAD)), _ranges(embedding, EMBEDDING, options)
@@ -288,9 +297,8 @@ Range = tuple[slice, Tensor | None]
 
 
 def _ranges(parameter: Tensor, name: str, options: Model) -> list[Range]:
-    """Return the rows, and the columns if there are any, that this rank has of each of a parameter's tensors, in the
-    parameter's order; columns first if they are rows there. Shards of rotated rows may begin or end within a head, so
-    more rows may be read."""
+    """Return this rank's rows, and columns if any, of each of a parameter's tensors, in the parameter's order;
+    columns first if they are rows there. Rotated rows may cover more: a shard may begin or end within a head."""
     dims = range(parameter.dim())[-2:]
     rows = hf_rows(name, local_indices(parameter, dims[0]), options)
     ranges = [_cover(rows), *(_cover(local_indices(parameter, dim)) for dim in dims[1:])]

@@ -69,32 +69,26 @@ class Names:
     """Modules whose matrices are [inputs, outputs]."""
 
 
+# fmt: off
 NAMES = {
     "llama": Names(),
     "glm": Names(fused=_GATE_UP, neighbours=True),
     "glm4": Names(
         {"attention_post_norm": "post_self_attn_layernorm", "ffn_post_norm": "post_mlp_layernorm"},
-        fused=_GATE_UP,
-        neighbours=True,
-    ),
+        fused=_GATE_UP, neighbours=True),
     "phi3": Names(fused={"self_attn.qkv_proj": _QUERIES_KEYS_VALUES, **_GATE_UP}),
     "olmo2": Names(_AFTER),
     "gemma3_text": Names({**_AFTER, "ffn_norm": "pre_feedforward_layernorm"}),
     "starcoder2": Names({"feed_forward.w1": "mlp.c_fc", "feed_forward.w2": "mlp.c_proj"}),
     "gpt2": Names(
-        {
-            **{"attention_norm": "ln_1", "attention.wo": "attn.c_proj", "ffn_norm": "ln_2"},
-            **{"feed_forward.w1": "mlp.c_fc", "feed_forward.w2": "mlp.c_proj"},
-        },
-        fused={"attn.c_attn": _QUERIES_KEYS_VALUES},
-        layer="transformer.h",
-        ends={
-            **{"tok_embeddings": "transformer.wte", "position_embeddings": "transformer.wpe"},
-            "norm": "transformer.ln_f",
-        },
-        transposed=(*_QUERIES_KEYS_VALUES, "attention.wo", "feed_forward.w1", "feed_forward.w2"),
-    ),
+        {"attention_norm": "ln_1", "attention.wo": "attn.c_proj", "ffn_norm": "ln_2", "feed_forward.w1": "mlp.c_fc",
+         "feed_forward.w2": "mlp.c_proj"},
+        fused={"attn.c_attn": _QUERIES_KEYS_VALUES}, layer="transformer.h",
+        ends={"tok_embeddings": "transformer.wte", "position_embeddings": "transformer.wpe",
+              "norm": "transformer.ln_f"},
+        transposed=(*_QUERIES_KEYS_VALUES, "attention.wo", "feed_forward.w1", "feed_forward.w2")),
 }
+# fmt: on
 """By one of the model types that have them."""
 EXPERTS = {
     "router.weight": ("mlp.gate.weight", "block_sparse_moe.gate.weight"),
@@ -137,8 +131,7 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _split(name: str) -> tuple[str, str, str]:
-    """Return the layer of a tensor, its module within it, and which of the module's tensors it is; without a layer,
-    "" and the module."""
+    """Return the layer of a tensor ("" if it is in none), its module there, and which of the module's tensors it is."""
     module, _, kind = name.rpartition(".")
     if not module.startswith("layers."):
         return "", module, kind
@@ -172,8 +165,7 @@ def hf_names(name: str, model: Model) -> list[str]:
 
 
 def is_stacked(name: str, model: Model) -> bool:
-    """Return whether a tensor of ours is of experts that are in one tensor in transformers: those of gpt-oss, the only
-    ones with biases."""
+    """Return whether a tensor is of experts that transformers has in one: those of gpt-oss, which alone have biases."""
     return model.moe.expert_bias and ".experts." in name
 
 

@@ -86,8 +86,7 @@ def _cover(indices: Tensor) -> tuple[slice, Tensor]:
 
 
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return the numbers, [rows, columns] in float32, that blocks [rows, groups, 16] and scales [rows, groups] stand
-    for."""
+    """Return float32 numbers [rows, columns] from blocks [rows, groups, 16] and scales [rows, groups]."""
     values = torch.tensor([*MAGNITUDES, *(-each for each in MAGNITUDES)])
     halves = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
     return torch.ldexp(values[halves.int()], scales.int().unsqueeze(-1) - 127).flatten(-2)

@@ -42,24 +42,16 @@ def convert_linear_layers(
 
     The output head is not converted: its product is the one whose rounding the loss shows. Nor is a layer whose weight
     has, on a rank, a side that is not a multiple of what the hardware's product needs: 16, for MXFP8 a block. Nor is a
-    mixture of experts, with the shared ones and the router.
-    Raise ConfigError if the device lacks these products, or no layer of `model()`, the full model, is converted;
-    None: the stage is that.
+    mixture of experts, with the shared ones and the router. Raise ConfigError if the device lacks these products, or no
+    layer of `model()`, the full model, is converted; None: the stage is that.
     """
     section, options = ("float8", float8) if float8.enable else ("int8", int8)
     is_mxfp8 = float8.enable and float8.recipe == "mxfp8"
-    multiple = (MX_BLOCK if is_mxfp8 else 16) * tensor_parallel_degree
-
-    def converts(module: nn.Module, name: str) -> bool:
-        if not isinstance(module, nn.Linear) or name == "output" or any(fqn in name for fqn in options.filter_fqns):
-            return False
-        return ".feed_forward.shared." not in name and all(side % multiple == 0 for side in module.weight.shape)
-
+    skipped, multiple = options.filter_fqns, (MX_BLOCK if is_mxfp8 else 16) * tensor_parallel_degree
     if float8.enable and not float8.emulate:
         _check_capability(device, (10, 0) if is_mxfp8 else (8, 9), "MXFP8" if is_mxfp8 else "float8")
-    names = [name for name, module in stage.named_modules() if converts(module, name)]
-    full = model().named_modules() if model and not names else ()
-    if not names and not any(converts(module, name) for name, module in full):
+    names = _convertible(stage, skipped, multiple)
+    if not names and not (model and _convertible(model(), skipped, multiple)):
         raise ConfigError([f"{section}.enable = true: no layer is converted; see {section}.filter_fqns, or set false"])
     if float8.enable and not is_mxfp8:
         from titanlite.parallel.float8 import convert_to_float8  # here: the import takes a second
@@ -70,6 +62,14 @@ def convert_linear_layers(
     for name in names:
         layer = stage.get_submodule(name)
         layer.__class__, layer.product = LowPrecisionLinear, product
+
+
+def _convertible(model: nn.Module, skipped: list[str], multiple: int) -> list[str]:
+    """Return the names of a model's linear layers that can be converted."""
+    linear = [(name, module.weight) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    names = [name for name, weight in linear if all(side % multiple == 0 for side in weight.shape)]
+    skipped = (".feed_forward.shared.", *skipped)
+    return [name for name in names if name != "output" and not any(fqn in name for fqn in skipped)]
 
 
 def _check_capability(device: torch.device, needed: tuple[int, int], products: str) -> None:

@@ -52,8 +52,7 @@ def figure_style() -> AbstractContextManager[None]:
 
 
 def svg_figure(figure: Figure, name: str, caption: str, *, title: str = "") -> str:
-    """Return a figure with its caption, as HTML. The name is the prefix of its ids: no two elements of a page may share
-    one."""
+    """Return a figure with its caption, as HTML. The name is the prefix of its ids, which are unique in a page."""
     heading = f"<h2>{title}</h2>\n" if title else ""
     caption = f"<figcaption>{html.escape(caption)}</figcaption>"
     return f"{heading}<figure>\n{_svg(figure, name)}{caption}\n</figure>\n"

@@ -77,8 +77,7 @@ def print_mixture(config: Config, sequences: MixedSequences) -> None:
 
 
 def describe(config: Config, cache: TokenCache, split: Split) -> str:
-    """Return the line about a split: its documents, tokens and bytes and, of the training split, what they are for the
-    run."""
+    """Return the line about a split: its documents, tokens and bytes, and how much of the run the training split is."""
     shards, training = cache.index.shards, config.training
     documents, tokens = (sum(getattr(shard, f"{split}_{what}") for shard in shards) for what in ("documents", "tokens"))
     text_bytes = sum(shard.text_bytes for shard in shards)

@@ -9,8 +9,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.hf.experts import expert_options, hf_experts, types_with_experts
-from titanlite.config.hf.families import AMBIGUOUS, FAMILIES, OLD, PLAIN
+from titanlite.config.hf.deepseek import deepseek_keys, deepseek_options
+from titanlite.config.hf.experts import expert_options, hf_experts
+from titanlite.config.hf.families import AMBIGUOUS, FAMILIES, OLD, PLAIN, is_long, scores_divisor
 from titanlite.config.hf.layers import hf_layers, layer_options, layers_fit, rope_of_kinds
 from titanlite.config.hf.rope import hf_rope, hf_rope_of_kinds
 from titanlite.config.hf.values import JsonObject, read_json_object
@@ -27,6 +28,8 @@ TOGETHER = (
 """Keys that say the same thing: where one has changed, all are written as for a model without such files."""
 NO_OPTION = ("max_position_embeddings", "num_nextn_predict_layers")
 """Keys that no option of the model has, so that the exported value is compared with that of the file."""
+WITH_EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe", "glm4_moe", "olmoe")
+"""Model types with experts and without latent attention."""
 QUANTIZATION = "quantization_config"
 ONLY: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "qk_layernorm": (False, "queries and keys of every head have no norms of their own", ("stablelm",)),
@@ -56,22 +59,8 @@ def options_from_hf(folder: Any) -> dict[str, Any]:
 def model_options(folder: Path) -> dict[str, Any]:
     """Return the values of [model] that describe the model of a folder's config.json: all but flavor and
     hf_assets_path. Raises ConfigError with a line for each key that is wrong or not supported."""
-    problems: list[str] = []
-    config = JsonObject(f"{folder / 'config.json'}: ", read_json_object(folder / "config.json"), problems)
-    if config.values.get("model_type") == "kimi_k2":  # which transformers lacks: a DeepSeek-V3 by another name
-        config.values["model_type"] = "deepseek_v3"
-    model_type = config.values.get("model_type")
-    if isinstance(model_type, str) and model_type not in FAMILIES:
-        from titanlite.config.hf.unsupported import features  # here, since few files need it
-
-        has, supported = ", ".join(features(config.values)), ", ".join(FAMILIES)
-        config.reject("model_type", f"unsupported{has and ': it has '}{has}; supported: {supported}")
-    else:
-        config.choice("model_type", tuple(FAMILIES))
-    if problems:  # what the other keys mean depends on it
-        raise ConfigError(problems)
-    family = FAMILIES[model_type]
-    config = JsonObject(config.where, config.values, problems, names=family.names)
+    config, model_type = _config_and_type(folder)
+    family, problems = FAMILIES[model_type], config.problems
     for key, (value, reason, readers) in ONLY.items():
         if (not readers or model_type in readers) and (model_type != "gpt_oss" or key != QUANTIZATION):
             config.only(key, value, reason)
@@ -97,8 +86,6 @@ def model_options(folder: Path) -> dict[str, Any]:
         **_own_options(config, model_type, dim),
     }
     if model_type.startswith("deepseek"):
-        from titanlite.config.hf.deepseek import deepseek_options
-
         options |= deepseek_options(config, n_heads, n_layers, options.pop("mscale_all_dim", 0.0))
     elif family.experts:
         options["moe"] = expert_options(config, model_type)
@@ -109,6 +96,25 @@ def model_options(folder: Path) -> dict[str, Any]:
         raise ConfigError(problems)
     options = {key: value for key, value in options.items() if key in COMMON or value != PLAIN.get(key, ())}
     return options | ({"hf_model_type": model_type} if model_type in AMBIGUOUS else {})
+
+
+def _config_and_type(folder: Path) -> tuple[JsonObject, str]:
+    """Return the values of a folder's config.json, and its model type. Raises ConfigError if that is not supported."""
+    problems: list[str] = []
+    config = JsonObject(f"{folder / 'config.json'}: ", read_json_object(folder / "config.json"), problems)
+    if config.values.get("model_type") == "kimi_k2":  # which transformers lacks: a DeepSeek-V3 by another name
+        config.values["model_type"] = "deepseek_v3"
+    model_type = config.values.get("model_type")
+    if isinstance(model_type, str) and model_type not in FAMILIES:
+        from titanlite.config.hf.unsupported import features  # here, since few files need it
+
+        has, supported = ", ".join(features(config.values)), ", ".join(FAMILIES)
+        config.reject("model_type", f"unsupported{has and ': it has '}{has}; supported: {supported}")
+    else:
+        config.choice("model_type", tuple(FAMILIES))
+    if problems:  # what the other keys mean depends on it
+        raise ConfigError(problems)
+    return JsonObject(config.where, config.values, problems, names=FAMILIES[model_type].names), model_type
 
 
 def _activation(config: JsonObject, model_type: str) -> str:
@@ -206,8 +212,6 @@ def hf_config(
     if family.has_mlp_bias:
         config["mlp_bias"] = model.mlp_bias
     if model_type.startswith("deepseek"):
-        from titanlite.config.hf.deepseek import deepseek_keys
-
         config |= deepseek_keys(model, model_type)
     elif family.experts:
         config |= hf_experts(model, model_type)
@@ -244,11 +248,6 @@ def _own_keys(model: Section, model_type: str) -> dict[str, Any]:
     return own | ({"pad_token_id": None} if model_type in pads else {})
 
 
-def scores_divisor(model: Section) -> float:
-    """Return the square of what scores of attention are divided by."""
-    return model.head_dim if model.attention_scale == -1 else model.attention_scale**-2
-
-
 def folder_rules(model: Section, reject: Rejections) -> None:
     """Reject checkpoint.last_save_in_hf if transformers has no family with the model's options."""
     try:
@@ -262,7 +261,7 @@ def _model_type(model: Section) -> str:
     """Return the model type of transformers that has the model's options. Raises ConfigError if none has."""
     if model.mla.kv_lora_rank:
         return "deepseek_v2" if model.moe.n_experts and model.moe.score_function == "softmax" else "deepseek_v3"
-    fits = types_with_experts(model) if model.moe.n_experts else _dense_types(model)
+    fits = _types_that_fit(model)
     if model.moe.n_experts and model.moe.balance_bias and not fits["glm4_moe"]:
         what = "is in no config.json but those of DeepSeek-V3, which has latent attention, and GLM-4.5"
         raise ConfigError([f"model.moe.balance_bias = true: {what}; this model cannot be a Hugging Face folder"])
@@ -283,20 +282,11 @@ def _model_type(model: Section) -> str:
     return found[0]
 
 
-def _dense_types(model: Section) -> dict[str, bool]:
-    """Return, for each model type without experts, whether it has the model's options."""
+def _types_that_fit(model: Section) -> dict[str, bool]:
+    """Return, for each model type with experts, or without if the model has none, whether it has its options."""
     dense = [name for name, family in FAMILIES.items() if not family.experts]
-    fits = {name: FAMILIES[name].allows(model) and layers_fit(model, name) for name in dense}
-    # transformers rejects a Llama whose width is no multiple of its heads, but no Mistral.
-    fits["llama"] = fits["llama"] and model.dim % model.n_heads == 0
-    fits["gpt2"] = fits["gpt2"] and model.n_heads * model.head_dim == model.dim and model.n_kv_heads == model.n_heads
-    fits["starcoder2"] = fits["starcoder2"] and (model.attention_bias == "all") == model.mlp_bias
-    divisor = scores_divisor(model)
-    is_gemma = math.isclose(model.embedding_scale**2, model.dim)
-    fits["gemma"] = fits["gemma"] and is_gemma
-    is_whole = math.isclose(divisor, round(divisor)) and round(divisor) > 0
-    fits["gemma3_text"] = fits["gemma3_text"] and is_gemma and is_whole
-    is_long = model.rope_scaling_factor > 1 and model.rope_scaling_type == "longrope"
-    fits["glm"] = fits["glm"] and model.hf_model_type == "glm"  # whose tensors have other names than those of options
-    fits["phi3"] = fits["phi3"] and (model.hf_model_type == "phi3" or is_long)
-    return {name: fit and (name == "phi3" or not is_long) for name, fit in fits.items()}
+    fits = {
+        name: FAMILIES[name].allows(model) and layers_fit(model, name)
+        for name in (WITH_EXPERTS if model.moe.n_experts else dense)
+    }
+    return {name: fit and (name == "phi3" or not is_long(model)) for name, fit in fits.items()}

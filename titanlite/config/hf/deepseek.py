@@ -84,8 +84,7 @@ def _experts_of_v2(config: Any, n_dense: int) -> dict[str, Any]:
 
 
 def expert_options(config: Any, n_dense: int, defaults: Mapping[str, Any], smallest: int = 2) -> dict[str, Any]:
-    """Return the section [model.moe] of a model with this many dense layers at its beginning. No group has fewer than
-    `smallest` experts."""
+    """Return [model.moe] of a model with n_dense dense layers first, and `smallest` experts or more in a group."""
 
     def integer(key: str) -> int:
         return config.integer(key, defaults[key])

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from titanlite.config.hf.families import FAMILIES, OLD, PLAIN
-from titanlite.config.hf.layers import layers_fit
+from titanlite.config.hf import deepseek
+from titanlite.config.hf.families import FAMILIES
 from titanlite.config.hf.values import JsonObject
 from titanlite.config.loader import Section, show
 
@@ -19,8 +19,6 @@ SWIGLU = {"limit": 7.0, "alpha": 1.702}
 def expert_options(config: JsonObject, model_type: str) -> dict[str, Any]:
     """Return the section [model.moe] of a type with experts."""
     if model_type == "glm4_moe":
-        from titanlite.config.hf import deepseek
-
         return deepseek.expert_options(config, config.integer("first_k_dense_replace", 1, least=0), GLM)
     own, both = FAMILIES[model_type].experts, ("num_experts", "num_local_experts")
     numbers = [config.integer(key) for key in both if config.values.get(key) is not None] or [config.integer(own)]
@@ -62,8 +60,6 @@ def hf_experts(model: Section, model_type: str) -> dict[str, Any]:
     """Return the keys of a type with experts."""
     moe = model.moe
     if model_type == "glm4_moe":
-        from titanlite.config.hf import deepseek
-
         return deepseek.expert_keys(model) | {"use_qk_norm": model.qk_norm}
     config = {FAMILIES[model_type].experts: moe.n_experts, "num_experts_per_tok": moe.n_experts_per_token}
     if model_type == "mixtral":
@@ -77,34 +73,3 @@ def hf_experts(model: Section, model_type: str) -> dict[str, Any]:
     dense = list(range(min(moe.n_first_dense_layers, model.n_layers)))
     layers = {"mlp_only_layers": dense, "decoder_sparse_step": moe.every_n_layers}
     return {**config, "moe_intermediate_size": model.expert_dim, **layers}
-
-
-def types_with_experts(model: Section) -> dict[str, bool]:
-    """Return, for each model type with experts, whether it has the model's options."""
-    bias, moe = model.attention_bias, model.moe
-    own = [moe.expert_bias, moe.router_bias, moe.swiglu_limit > 0]
-    in_every_layer = all(model.has_experts(layer) for layer in range(model.n_layers))
-    is_long = model.rope_scaling_type == "longrope"
-    plain = not is_long and all(getattr(model, key) == value for key, value in PLAIN.items() if key not in OLD)
-    is_routed = not moe.n_shared_experts and moe.n_groups_per_token == moe.n_groups
-    is_routed = is_routed and moe.score_function == "softmax" and moe.score_scaling == 1
-    plain = plain and is_routed and not model.mlp_bias and not any(own)
-    is_gpt_oss = FAMILIES["gpt_oss"].allows(model) and layers_fit(model, "gpt_oss") and not is_long
-    is_olmoe = model.qk_norm == "all_heads" and bias != "qkv" and not model.sliding_window
-    return {
-        "gpt_oss": all(own) and is_routed and in_every_layer and moe.normalize_scores and is_gpt_oss,
-        "mixtral": plain and in_every_layer and not model.qk_norm and bias == "none" and moe.normalize_scores,
-        "qwen3_moe": plain and model.qk_norm is True and bias != "qkv",
-        "glm4_moe": _is_glm(model),
-        "olmoe": plain and in_every_layer and is_olmoe and model.n_heads * model.head_dim == model.dim,
-    }
-
-
-def _is_glm(model: Section) -> bool:
-    """Return whether GLM-4.5 has a model's options: scores of each expert by itself, biases that balance experts, and
-    shared experts."""
-    moe = model.moe
-    is_routed = moe.score_function == "sigmoid" and moe.every_n_layers == 1 and moe.n_shared_experts > 0
-    fits_groups = moe.n_experts >= 2 * moe.n_groups and moe.group_score == "top_2_sum"
-    has_own = moe.expert_bias or moe.router_bias or moe.swiglu_limit > 0
-    return FAMILIES["glm4_moe"].allows(model) and is_routed and moe.balance_bias and fits_groups and not has_own

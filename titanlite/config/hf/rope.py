@@ -1,23 +1,15 @@
 """The options of the rotary embedding in a config.json, in both spellings, and back."""
 
-from typing import Any
+from collections.abc import Callable, Set
+from typing import Any, NamedTuple
 
+from titanlite.config.hf.deepseek import hf_yarn_factors, yarn_factors
 from titanlite.config.hf.values import JsonObject
 from titanlite.config.loader import Section, show
 
-ALL_CHANNELS = (1, "all channels are rotated")
 ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
-ROPE_KEYS_OF_TYPE: dict[str, set[str]] = {
-    "default": set(),
-    "linear": {"factor"},
-    "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
-    "yarn": {"factor", "beta_fast", "beta_slow", "attention_factor", "finetuned", "truncate"},
-    "longrope": {"factor", "short_factor", "long_factor", "attention_factor"},
-}
 LONGROPE = {"su": "longrope", "yarn": "longrope"}
 """What LongRoPE was called in early files of Phi-3."""
-HAVE_MSCALE = ("deepseek_v2", "deepseek_v3", "ministral3")
-"""Model types with YaRN's factors mscale and mscale_all_dim."""
 
 
 def rope_options(config: JsonObject, theta: float, rotated: float | None) -> dict[str, Any]:
@@ -35,24 +27,17 @@ def rope_at(config: JsonObject, key: str, theta: float, rotated: float | None = 
     """Return the options in the object at a key of config.json, or of an object in it."""
     rope, model_type = config.object(key), config.values.get("model_type", "")
     options: dict[str, Any] = {"rope_theta": rope.number("rope_theta", config.number("rope_theta", theta))}
-    if rotated is None:
-        rope.only("partial_rotary_factor", *ALL_CHANNELS)
-        config.only("partial_rotary_factor", *ALL_CHANNELS)
-    else:
-        holder = rope if rope.values.get("partial_rotary_factor") is not None else config
-        share = holder.number("partial_rotary_factor", rotated)
-        if share > 1:
-            holder.reject("partial_rotary_factor", "expected a number of at most 1")
-        options["partial_rotary_factor"] = min(share, 1.0)
+    options |= _share(config, rope, rotated)
     name = "rope_type" if "rope_type" in rope.values else "type"
     if model_type == "phi3":
         rope.values[name] = LONGROPE.get(rope.values.get(name), rope.values.get(name))
-    kinds = [each for each in ROPE_KEYS_OF_TYPE if each != "longrope" or model_type == "phi3"]
+    kinds = [each for each in SCALINGS if each != "longrope" or model_type == "phi3"]
     kind = rope.choice(name, tuple(kinds), "default")
     if name in rope.rejected:  # the other keys are of that type
         return options
-    has_mscale = kind == "yarn" and model_type in HAVE_MSCALE
-    known = ROPE_KEYS | ROPE_KEYS_OF_TYPE[kind] | ({"mscale", "mscale_all_dim"} if has_mscale else set())
+    known = ROPE_KEYS | SCALINGS[kind].keys
+    if kind == "yarn" and model_type in MSCALES:
+        known |= {"mscale", "mscale_all_dim"}
     if model_type == "ministral3":
         known |= {"llama_4_scaling_beta", "max_position_embeddings"}
         beta = rope.values.get("llama_4_scaling_beta")
@@ -60,36 +45,42 @@ def rope_at(config: JsonObject, key: str, theta: float, rotated: float | None = 
     for other in sorted(rope.values.keys() - known):
         if rope.values[other] is not None:
             rope.reject(other, f"the rotary embedding of type {show(kind)} has no such option; unsupported")
-    if kind == "default":
-        return options
-    if kind == "longrope":
-        return options | _longrope(config, rope)
-    options |= {"rope_scaling_type": kind, "rope_scaling_factor": rope.number("factor", least=1.0)}
-    if kind in ("llama3", "yarn"):
-        # transformers prefers the key outside the object, and falls back to the length that the model has now.
-        key = "original_max_position_embeddings"
-        holders = [each for each in (config, rope) if each.values.get(key) is not None]
-        original = holders[0].integer(key) if holders else config.integer("max_position_embeddings")
-        options["rope_original_seq_len"] = original
-    if kind == "llama3":
-        options |= {f"rope_{part}_freq_factor": rope.number(f"{part}_freq_factor") for part in ("low", "high")}
-    if kind == "yarn":
-        options |= {"rope_beta_fast": rope.number("beta_fast", 32.0), "rope_beta_slow": rope.number("beta_slow", 1.0)}
-        options["rope_attention_factor"] = rope.number("attention_factor", -1)
-        if not rope.boolean("truncate", True):
-            options["rope_yarn_truncate"] = False
-        if options["rope_scaling_factor"] == 1 and options["rope_attention_factor"] not in (-1, 1):
-            rope.reject("attention_factor", "read only when factor is above 1; remove it")
-    if has_mscale and model_type == "ministral3":
-        for each in ("mscale", "mscale_all_dim"):
-            rope.only(each, 1, "with both 1, rotated queries and keys have no factor")
-        if rope.values.get("mscale") and rope.values.get("mscale_all_dim"):
-            options["rope_attention_factor"] = rope.number("attention_factor", 1.0)
-    elif has_mscale:
-        from titanlite.config.hf.deepseek import yarn_factors
+    return options | SCALINGS[kind].read(config, rope)
 
-        options |= yarn_factors(rope, options["rope_scaling_factor"], options["rope_attention_factor"])
-    return options
+
+def _share(config: JsonObject, rope: JsonObject, rotated: float | None) -> dict[str, float]:
+    """Return the option of the share of a head's channels that are rotated, if the model type has it."""
+    key = "partial_rotary_factor"
+    if rotated is None:
+        for holder in (rope, config):
+            holder.only(key, 1, "all channels are rotated")
+        return {}
+    holder = rope if rope.values.get(key) is not None else config
+    share = holder.number(key, rotated)
+    if share > 1:
+        holder.reject(key, "expected a number of at most 1")
+    return {key: min(share, 1.0)}
+
+
+def _scaled(kind: str, rope: JsonObject) -> dict[str, Any]:
+    return {"rope_scaling_type": kind, "rope_scaling_factor": rope.number("factor", least=1.0)}
+
+
+def _llama3(config: JsonObject, rope: JsonObject) -> dict[str, Any]:
+    options = {**_scaled("llama3", rope), "rope_original_seq_len": _original_length(config, rope)}
+    return options | {f"rope_{part}_freq_factor": rope.number(f"{part}_freq_factor") for part in ("low", "high")}
+
+
+def _yarn(config: JsonObject, rope: JsonObject) -> dict[str, Any]:
+    options = {**_scaled("yarn", rope), "rope_original_seq_len": _original_length(config, rope)}
+    options |= {"rope_beta_fast": rope.number("beta_fast", 32.0), "rope_beta_slow": rope.number("beta_slow", 1.0)}
+    options["rope_attention_factor"] = rope.number("attention_factor", -1)
+    if not rope.boolean("truncate", True):
+        options["rope_yarn_truncate"] = False
+    if options["rope_scaling_factor"] == 1 and options["rope_attention_factor"] not in (-1, 1):
+        rope.reject("attention_factor", "read only when factor is above 1; remove it")
+    mscale = MSCALES.get(config.values.get("model_type"), lambda *_: {})
+    return options | mscale(rope, options["rope_scaling_factor"], options["rope_attention_factor"])
 
 
 def _longrope(config: JsonObject, rope: JsonObject) -> dict[str, Any]:
@@ -107,6 +98,40 @@ def _longrope(config: JsonObject, rope: JsonObject) -> dict[str, Any]:
         "rope_short_factors": rope.numbers("short_factor"),
         "rope_long_factors": rope.numbers("long_factor"),
     }
+
+
+def _original_length(config: JsonObject, rope: JsonObject) -> int:
+    """Return the length before scaling: transformers prefers the key outside the object to the one in it."""
+    key = "original_max_position_embeddings"
+    holders = [each for each in (config, rope) if each.values.get(key) is not None]
+    return holders[0].integer(key) if holders else config.integer("max_position_embeddings")
+
+
+class Scaling(NamedTuple):
+    """A type of the rotary embedding: the keys of its own, and what reads them."""
+
+    keys: Set[str] = frozenset()
+    read: Callable[[JsonObject, JsonObject], dict[str, Any]] = lambda config, rope: {}
+
+
+SCALINGS = {
+    "default": Scaling(),
+    "linear": Scaling({"factor"}, lambda _, rope: _scaled("linear", rope)),
+    "llama3": Scaling({"factor", "low_freq_factor", "high_freq_factor"}, _llama3),
+    "yarn": Scaling({"factor", "beta_fast", "beta_slow", "attention_factor", "finetuned", "truncate"}, _yarn),
+    "longrope": Scaling({"factor", "short_factor", "long_factor", "attention_factor"}, _longrope),
+}
+
+
+def _mscale_of_ministral(rope: JsonObject, scaling: float, attention_factor: float) -> dict[str, float]:
+    for each in ("mscale", "mscale_all_dim"):
+        rope.only(each, 1, "with both 1, rotated queries and keys have no factor")
+    has_both = rope.values.get("mscale") and rope.values.get("mscale_all_dim")
+    return {"rope_attention_factor": rope.number("attention_factor", 1.0) if has_both else attention_factor}
+
+
+MSCALES = {"deepseek_v2": yarn_factors, "deepseek_v3": yarn_factors, "ministral3": _mscale_of_ministral}
+"""What reads YaRN's factors mscale and mscale_all_dim, by the model types that have them."""
 
 
 def hf_rope(model: Section, model_type: str = "") -> dict[str, Any]:
@@ -130,8 +155,6 @@ def hf_rope(model: Section, model_type: str = "") -> dict[str, Any]:
             scaling |= {"beta_fast": model.rope_beta_fast, "beta_slow": model.rope_beta_slow}
             scaling |= {} if model.rope_yarn_truncate else {"truncate": False}
             if model.mla.kv_lora_rank:
-                from titanlite.config.hf.deepseek import hf_yarn_factors
-
                 scaling |= hf_yarn_factors(model)
             elif model.rope_attention_factor != -1:
                 scaling["attention_factor"] = model.rope_attention_factor

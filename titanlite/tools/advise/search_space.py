@@ -61,8 +61,7 @@ class Task:
 
 
 class Mesh(NamedTuple):
-    """Parallel degrees, outermost first. `cp` is the ring degree times `ulysses`. The ranks of `ep` are some of those
-    of dp_shard x cp x tp."""
+    """Parallel degrees, outermost first. `cp` is the ring degree times `ulysses`; `ep` divides dp_shard x cp x tp."""
 
     pp: int
     dp_replicate: int

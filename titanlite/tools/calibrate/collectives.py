@@ -66,8 +66,7 @@ def _products(device: torch.device) -> Callable[[], None]:
 
 
 def call_of(name: str, size: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
-    """Return a call of a collective over a full tensor of so many bytes; of a message, from each rank to the next one
-    of the group."""
+    """Return a call of a collective over a full tensor of so many bytes, or of a message from each rank to the next."""
     n, rank = group.size(), group.rank()
     elements = max(size // 4 // n, 1) * n
     full = torch.ones(elements, device=device)

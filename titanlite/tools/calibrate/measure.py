@@ -35,23 +35,25 @@ def measure_device(
             return result
 
         spreads: list[float] = []
-        operators = done(measure_operators(timer))
-        matmul = done(measure_matmul(timer))
-        attention, attention_backward = done(measure_attention(timer))
-        operator_seconds, dtensor_seconds = done(measure_dispatch(timer, operators))
-        collectives = done(measure_collectives(timer, ranks_per_node)) if world > 1 else done([])
-        slowdown = done(measure_slowdown(timer))
+        measured: dict[str, Any] = {"torch": torch.__version__, "ranks": world}
+        measured["operators"] = done(measure_operators(timer))
+        measured["matmul"] = done(measure_matmul(timer))
+        measured["attention"], measured["attention_backward"] = done(measure_attention(timer))
+        seconds = done(measure_dispatch(timer, measured["operators"]))
+        measured["operator_seconds"], measured["dtensor_seconds"] = seconds
+        measured["collectives"] = done(measure_collectives(timer, ranks_per_node) if world > 1 else [])
+        measured["slowdown"] = done(measure_slowdown(timer))
         host = done(_measure_host(timer, ranks_per_node, checkpoint_folder))
     names = "memory", "matmul", "attention", "host", "interconnect"
-    spread = dict(zip(names, spreads, strict=False)) | {"network": spreads[4], "offload": spreads[6]}
+    measured["spread"] = dict(zip(names, spreads, strict=False)) | {"network": spreads[4], "offload": spreads[6]}
     is_cpu = device.type == "cpu"
     name = platform.processor() or platform.machine() if is_cpu else torch.cuda.get_device_name(device)
     known = None if is_cpu else find_by_gpu_name(name)
-    bandwidths = best_bandwidths(collectives)
+    bandwidths = best_bandwidths(measured["collectives"])
     within = bandwidths.get(False, known.interconnect_bandwidth if known else 1e9)
     node_memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return Device(
-        **best_rates(matmul, operators),
+        **best_rates(measured["matmul"], measured["operators"]),
         **host,
         memory=node_memory / ranks_per_node if is_cpu else torch.cuda.get_device_properties(device).total_memory,
         interconnect_bandwidth=within,
@@ -60,19 +62,7 @@ def measure_device(
         devices_per_node=ranks_per_node,
         source=f"measured by titanlite calibrate: {name}, {world} ranks, torch {torch.__version__}",
         kind="cpu" if is_cpu else "gpu",
-        measured={
-            "torch": torch.__version__,
-            "ranks": world,
-            "matmul": matmul,
-            "attention": attention,
-            "attention_backward": attention_backward,
-            "operators": operators,
-            "operator_seconds": operator_seconds,
-            "dtensor_seconds": dtensor_seconds,
-            "slowdown": slowdown,
-            "collectives": collectives,
-            "spread": spread,
-        },
+        measured=measured,
     )
 
 

@@ -204,8 +204,7 @@ def _operators(device: torch.device, rows: int) -> Iterator[Callable[[Operands],
 
 
 def best_rates(matmul: dict[str, list[list[float]]], operators: dict[str, list[list[float]]]) -> dict[str, float]:
-    """Return the best of the measured rates: FLOP/s by data type, and the bandwidth of the largest product of two
-    tensors, in bytes/s."""
+    """Return the best measured rates: FLOP/s by data type, and bytes/s of the largest product of two tensors."""
     rates = {name: max(row[-1] for row in rows) for name, rows in matmul.items()}
     size, seconds = operators["mul"][-1]
     return {"fp8": 0.0, **rates, "memory_bandwidth": size / seconds}

@@ -130,17 +130,13 @@ def compare_step(
     for name, own in inputs.items():
         tensors, far, explained = (a[name], b[name]), distances[name], largest[id(own)]
         phase, _, tensor = name.partition(" ")
-        allowed, is_far = limits.allowed(name, explained), False
-        if phase == "update" and " " not in tensor:
-            is_far = f"input {tensor}" not in inputs
-            if not is_far:  # The change of the weight is compared, since the weight itself is far larger.
-                tensors = tuple(_change(each[f"input {tensor}"], each[name]) for each in (a, b))
-                far = distance(*tensors)
-                allowed += GROWTH * limits.of_weights * _norm(a[name]) / (max(map(_norm, tensors)) or 1)
-        ratio = constant_ratio(*tensors, tolerance=allowed) if far > min(allowed, FACTOR) else 1.0
-        factor = max(FACTOR, GROWTH_OF_FACTOR * explained)
-        if abs(ratio - 1) > factor * max(ratio, 1) and allowed < math.inf:
-            allowed = min(allowed, factor)
+        allowed, is_weight = limits.allowed(name, explained), phase == "update" and " " not in tensor
+        is_far = is_weight and f"input {tensor}" not in inputs
+        if is_weight and not is_far:  # The change of the weight is compared, since the weight itself is far larger.
+            tensors = tuple(_change(each[f"input {tensor}"], each[name]) for each in (a, b))
+            far = distance(*tensors)
+            allowed += GROWTH * limits.of_weights * _norm(a[name]) / (max(map(_norm, tensors)) or 1)
+        ratio, allowed = _ratio(tensors, far, allowed, explained)
         of_a, of_b = map(_norm, tensors)
         is_far |= far >= FAR or abs(of_a - of_b) > FACTOR * max(of_a, of_b)
         is_coarse = is_far and far <= allowed and f"input {tensor.split(' ')[0]}" not in limits.unused
@@ -201,6 +197,15 @@ class _Limits:
         if GROWTH * max(explained, self.rounding) * self.n_tokens > LIKELY:
             return GROWTH_OF_ROOT * math.sqrt(max(explained, self.rounding))
         return max(self.once, min(growth * explained, max(LARGE, GROWTH / 2 * explained)))
+
+
+def _ratio(tensors: tuple[Tensor, ...], far: float, allowed: float, explained: float) -> tuple[float, float]:
+    """Return the constant by which B is a multiple of A, and the limit of their distance, which such a constant lowers
+    where it is farther from 1 than rounding explains."""
+    ratio = constant_ratio(*tensors, tolerance=allowed) if far > min(allowed, FACTOR) else 1.0
+    factor = max(FACTOR, GROWTH_OF_FACTOR * explained)
+    is_multiple = abs(ratio - 1) > factor * max(ratio, 1) and allowed < math.inf
+    return ratio, min(allowed, factor) if is_multiple else allowed
 
 
 def constant_ratio(a: Tensor, b: Tensor, tolerance: float) -> float:

@@ -17,15 +17,8 @@ def inputs_of_entries(names: Collection[str]) -> dict[str, list[str]]:
     """Return what each entry of a step is computed from, entries among `names` or GRADIENT_NORM, in the order of
     computation: inputs, forward, backward with the gradients of weights, update. Entries that are computed from the
     same ones share a list: a list for each would take a time that grows with the square of their number."""
-    found, weights, states, of_module, updated = (defaultdict[str, list[str]](list) for _ in range(5))
-    for name in in_order(names, lambda name: name.partition(" ")[2]):
-        phase, _, tensor = name.partition(" ")
-        found[phase].append(tensor)
-        if phase == "input":  # buffers are weights, too
-            weight, _, state = tensor.partition(" ")
-            (states[weight] if state else weights[module_of(tensor)]).append(name)
-        elif phase == "update":
-            updated[tensor.split(" ")[0]].append(name)
+    found, weights, states, updated = _grouped(names)
+    of_module = defaultdict[str, list[str]](list)
     for name in sorted(found["gradient"], key=_backward_order):
         of_module[module_of(name)].append(f"gradient {name}")
     present, recorded = {*names, GRADIENT_NORM}, {*found["forward"], *found["backward"]} - {"loss"}
@@ -58,6 +51,21 @@ def inputs_of_entries(names: Collection[str]) -> dict[str, list[str]]:
         inputs[f"update {weight}"] = [*of_all, *known(f"input {weight}"), *states[weight]]
     inputs |= {name: [] for name in sorted(present - inputs.keys())}  # what no model of ours has
     return {name: own for name, own in inputs.items() if name in present}
+
+
+def _grouped(names: Collection[str]) -> tuple[defaultdict[str, list[str]], ...]:
+    """Return, in the order of the model, the tensors of each phase; and the entries of each module's weights, of each
+    weight's states, and of each weight's update."""
+    found, weights, states, updated = (defaultdict[str, list[str]](list) for _ in range(4))
+    for name in in_order(names, lambda name: name.partition(" ")[2]):
+        phase, _, tensor = name.partition(" ")
+        found[phase].append(tensor)
+        if phase == "input":  # buffers are weights, too
+            weight, _, state = tensor.partition(" ")
+            (states[weight] if state else weights[module_of(tensor)]).append(name)
+        elif phase == "update":
+            updated[tensor.split(" ")[0]].append(name)
+    return found, weights, states, updated
 
 
 def _backward_order(parameter: str) -> int:

@@ -77,11 +77,15 @@ class Conversion:
         if status and self.statuses.get(key) != MISSING:
             self.statuses[key] = status
 
+    def note_if_set(self, key: str, text: str, status: str = MEANING_CHANGED) -> None:
+        """Add a text about a key that the file has; see `note`."""
+        if key in self.values:
+            self.note(key, text, status)
+
     def unread(self, keys: list[str], reason: str) -> None:
         """List keys that torchtitan does not read either, because of another one."""
         for key in keys:
-            if key in self.values:
-                self.note(key, reason, NOT_READ)
+            self.note_if_set(key, reason, NOT_READ)
 
     def finish(self) -> None:
         """Drop defaults that are titanlite's, too, and add a row for each key of the file and each default written."""

@@ -13,6 +13,7 @@ from titanlite.tools.from_torchtitan.keys import CHANGED, DEEPSEEK_ORIGINAL_SEQ_
 MODEL, FLAVOR, ASSETS = "model.name", "model.flavor", "model.hf_assets_path"
 FLOAT8, MX = "quantize.linear.float8", "quantize.linear.mx"
 PIPELINE = "parallelism.pipeline_parallel_degree"
+INITIAL_WEIGHTS = [f"checkpoint.initial_load_{key}" for key in ("path", "in_hf", "model_only", "in_hf_quantized")]
 HUB_C4 = {"c4": "train", "c4_validation": "validation"}
 """Split of allenai/c4 that is read, by the name of the dataset."""
 C4_TEST = "tests/assets/c4_test"
@@ -24,8 +25,8 @@ def convert(values: dict[str, Any]) -> Conversion:
     conversion = Conversion(values)
     for key in SAME:
         conversion.put(key, conversion.get(key), key)
-        if key in CHANGED and key in conversion.values:
-            conversion.note(key, CHANGED[key])
+        if key in CHANGED:
+            conversion.note_if_set(key, CHANGED[key])
     groups = _model, _schedule, _data, _validation, _activation_checkpoint, _float8, _pipeline, _experts
     for group in (*groups, _replica_groups, _checkpoint):
         group(conversion)
@@ -46,8 +47,8 @@ def _model(to: Conversion) -> None:
         to.put(FLAVOR, f"{name} {flavor}", key)
         models = ", ".join(sorted({name for name, _ in MODELS}))
         to.note(key, f"titanlite has no such model; of {models} it has torchtitan's flavors", MISSING)
-        if MODEL in to.values and key != MODEL:
-            to.note(MODEL, "see model.flavor", MISSING)
+        if key != MODEL:
+            to.note_if_set(MODEL, "see model.flavor", MISSING)
         return
     to.put(FLAVOR, ours, key)
     if not changes:
@@ -60,8 +61,8 @@ def _model(to: Conversion) -> None:
         to.note(key, f"without YaRN, which torchtitan has above {DEEPSEEK_ORIGINAL_SEQ_LEN} tokens only")
     for option, value in changes.items():
         to.put(f"model.{option}", value, key)
-    if MODEL in to.values and key != MODEL:
-        to.note(MODEL, f"part of model.flavor = {show(ours)}", RENAMED)
+    if key != MODEL:
+        to.note_if_set(MODEL, f"part of model.flavor = {show(ours)}", RENAMED)
 
 
 def _schedule(to: Conversion) -> None:
@@ -102,8 +103,8 @@ def _data(to: Conversion) -> None:
     shards, degree = OPTIONS["training.streaming_shards"].default, shard * replicate
     if options.get("streaming") and degree > 0 and shards % degree:
         to.put("training.streaming_shards", math.ceil(shards / degree) * degree, key)
-    if "training.dataset_path" in to.values and "dataset_path" not in options:
-        to.note("training.dataset_path", "empty: the dataset's own path", TAKEN)
+    if "dataset_path" not in options:
+        to.note_if_set("training.dataset_path", "empty: the dataset's own path", TAKEN)
     if kind not in (*HUB_C4, "c4_test"):
         to.note(key, "of torchtitan's datasets c4, c4_validation and c4_test are known; see training.dataset", MISSING)
     elif kind == "c4_test" and not path:
@@ -153,8 +154,8 @@ def _validation(to: Conversion) -> None:
         return
     to.put("validation.freq", to.get("validation.freq"), "validation.freq")
     to.note("validation.freq", "the last step is validated too; the first is not")
-    if path_key in to.values and not path:
-        to.note(path_key, "empty: the dataset's own path", TAKEN)
+    if not path:
+        to.note_if_set(path_key, "empty: the dataset's own path", TAKEN)
     _validation_batches(to)
 
 
@@ -173,13 +174,13 @@ def _validation_batches(to: Conversion) -> None:
     else:
         to.put(key, steps, key)
         to.note(key, f"global batches of {batch}; torchtitan reads {size} sequences on each data-parallel rank instead")
-    if "validation.local_batch_size" in to.values:
-        to.note("validation.local_batch_size", "validation has the batch size of training; see validation.steps")
+    text = "validation has the batch size of training; see validation.steps"
+    to.note_if_set("validation.local_batch_size", text)
     if seq_len != to.get("training.seq_len"):
         text = f"validation sequences have training.seq_len = {shown(to.get('training.seq_len'))} tokens, not {seq_len}"
         to.note("validation.seq_len" if "validation.seq_len" in to.values else key, text)
-    elif "validation.seq_len" in to.values:
-        to.note("validation.seq_len", "the same as training.seq_len", TAKEN)
+    else:
+        to.note_if_set("validation.seq_len", "the same as training.seq_len", TAKEN)
 
 
 def _activation_checkpoint(to: Conversion) -> None:
@@ -204,34 +205,31 @@ def _activation_checkpoint(to: Conversion) -> None:
 def _float8(to: Conversion) -> None:
     switch, of_0_1 = "model.converters", {"float8": FLOAT8, "mx": MX}
     converters = [of_0_1.get(name, name) for name in to.names(switch)]
-    enabled = FLOAT8 in converters
-    is_mx = not enabled and MX in converters
-    others = [name for name in converters if name != (MX if is_mx else FLOAT8)]
-    _mxfp8(to, switch, enabled=is_mx)
-    if enabled:
-        to.put("float8.enable", True, switch)
-    elif switch in to.values and not others and not is_mx:
-        to.note(switch, "none", TAKEN)
+    kind = next((name for name in (FLOAT8, MX) if name in converters), "")
+    others = [name for name in converters if name != (kind or FLOAT8)]
+    _mxfp8(to, switch, enabled=kind == MX)
     if others:
         to.note(switch, f"titanlite has no {', '.join(others)}", MISSING)
-    keys = {name: f"{FLOAT8}.{name}" for name in ("recipe_name", "filter_fqns", "emulate")}
+    elif not kind:
+        to.note_if_set(switch, "none", TAKEN)
+    recipe_key, filter_key, emulate_key = (f"{FLOAT8}.{name}" for name in ("recipe_name", "filter_fqns", "emulate"))
     gathers = [f"{FLOAT8}.enable_fsdp_float8_all_gather", f"{FLOAT8}.precompute_float8_dynamic_scale_for_fsdp"]
-    if not enabled:
-        to.unread([*keys.values(), *gathers], f"{switch} does not turn float8 on")
+    if kind != FLOAT8:
+        to.unread([recipe_key, filter_key, emulate_key, *gathers], f"{switch} does not turn float8 on")
         return
-    for key in gathers:
+    to.put("float8.enable", True, switch)
+    for key in (*gathers, emulate_key):
         to.put(key.replace(FLOAT8, "float8"), to.get(key) or False, key)
-    to.put("float8.recipe", to.get(keys["recipe_name"]) or "tensorwise", keys["recipe_name"])
-    to.put("float8.emulate", to.get(keys["emulate"]) or False, keys["emulate"])
-    filters = to.names(keys["filter_fqns"])
-    to.put("float8.filter_fqns", [name for name in filters if name != "auto_filter_small_kn"], keys["filter_fqns"])
+    to.put("float8.recipe", to.get(recipe_key) or "tensorwise", recipe_key)
+    filters = to.names(filter_key)
+    to.put("float8.filter_fqns", [name for name in filters if name != "auto_filter_small_kn"], filter_key)
     if "auto_filter_small_kn" in filters:
-        to.note(keys["filter_fqns"], "there is no auto_filter_small_kn: name the layers that are too small")
+        to.note(filter_key, "there is no auto_filter_small_kn: name the layers that are too small")
     if SIZES.get(to.options[FLAVOR][0], {}).get("moe"):
         to.note(switch, "of a mixture of experts only attention and dense layers are converted")
     if not any(name in "output" for name in filters):
         text = "torchtitan would convert the output head, too; titanlite never does"
-        to.note(keys["filter_fqns"] if keys["filter_fqns"] in to.values else switch, text)
+        to.note(filter_key if filter_key in to.values else switch, text)
 
 
 def _mxfp8(to: Conversion, switch: str, *, enabled: bool) -> None:
@@ -289,56 +287,53 @@ def _experts(to: Conversion) -> None:
 
 def _replica_groups(to: Conversion) -> None:
     on = "fault_tolerance.enable"
-    if on in to.values:
-        to.note(on, "gradients and tokens of the groups are summed, where torchtitan averages groups")
+    to.note_if_set(on, "gradients and tokens of the groups are summed, where torchtitan averages groups")
     if to.get(on) is not True:
         to.unread(["fault_tolerance.semi_sync_method"], f"{on} is not true")
 
 
 def _checkpoint(to: Conversion) -> None:
-    path_key, hf_key, only_key = (f"checkpoint.initial_load_{key}" for key in ("path", "in_hf", "model_only"))
-    quantized_key, mode_key = "checkpoint.initial_load_in_hf_quantized", "checkpoint.async_mode"
+    mode_key, whole_key = "checkpoint.async_mode", "checkpoint.last_save_model_only"
     last_key, export_key = "checkpoint.last_save_in_hf", "checkpoint.export_dtype"
     mode = to.get(mode_key)
     mode = mode.lower() if isinstance(mode, str) else mode
     to.put(mode_key, "async" if mode == "async_with_pinned_mem" else mode, mode_key)
     if mode == "async_with_pinned_mem":
         to.note(mode_key, "the state is copied to host memory, and written without a process of its own")
-    whole_key = "checkpoint.last_save_model_only"
-    if whole_key in to.values and to.values[whole_key] is False:
+    if to.values.get(whole_key) is False:
         to.note(whole_key, "the last checkpoint is a full one, as here", TAKEN)
-    elif whole_key in to.values:
-        to.note(whole_key, "the last checkpoint is a full one; checkpoint.last_save_in_hf writes the weights besides")
-    enabled, from_hf = to.get("checkpoint.enable") is True, to.get(hf_key) is True
-    details = [path_key, hf_key, only_key, quantized_key]
-    if not enabled:
-        to.unread([*details, last_key, export_key], "checkpoint.enable is false")
+    else:
+        text = "the last checkpoint is a full one; checkpoint.last_save_in_hf writes the weights besides"
+        to.note_if_set(whole_key, text)
+    if to.get("checkpoint.enable") is not True:
+        to.unread([*INITIAL_WEIGHTS, last_key, export_key], "checkpoint.enable is false")
         return
     to.put(last_key, to.get(last_key) or False, last_key)
     if to.get(last_key) is True:
         export = to.get(export_key)
-        to.put("checkpoint.export_dtype", "auto" if export == "float32" else export, export_key)
+        to.put(export_key, "auto" if export == "float32" else export, export_key)
         if export == "float32":
             to.note(export_key, "torchtitan leaves the weights in training.dtype then")
-    elif export_key in to.values:
-        to.note(export_key, "of last_save_in_hf only; the last checkpoint is a full one, in training.dtype", MISSING)
-    path = to.get(path_key) or ""
+    else:
+        text = "of last_save_in_hf only; the last checkpoint is a full one, in training.dtype"
+        to.note_if_set(export_key, text, MISSING)
+    _initial_weights(to)
+
+
+def _initial_weights(to: Conversion) -> None:
+    path_key, hf_key, only_key, quantized_key = INITIAL_WEIGHTS
+    path, from_hf = to.get(path_key) or "", to.get(hf_key) is True
     if path or from_hf:
         to.put("checkpoint.initial_load_path", path or to.get(ASSETS), path_key if path else hf_key)
-        if not from_hf:
-            to.note(
-                path_key, "titanlite reads its own checkpoints and Hugging Face folders, so export this one to that"
-            )
-        elif path:
-            to.note(hf_key, "a folder with a config.json is a Hugging Face folder", TAKEN)
-    elif path_key in to.values:
-        to.note(path_key, "none", TAKEN)
-    if hf_key in to.values and not from_hf:
-        to.note(hf_key, "a folder with a config.json is a Hugging Face folder", TAKEN)
-    if only_key in to.values:
-        lost = path and to.values[only_key] is False
-        text = "initial weights only: optimizer states and the step are not loaded" if lost else "weights only, as here"
-        to.note(only_key, text, MISSING if lost else TAKEN)
-    if quantized_key in to.values:
-        lost = to.values[quantized_key] is True
-        to.note(quantized_key, "quantized weights are not read" if lost else "off, as here", MISSING if lost else TAKEN)
+    else:
+        to.note_if_set(path_key, "none", TAKEN)
+    if path and not from_hf:
+        to.note(path_key, "titanlite reads its own checkpoints and Hugging Face folders, so export this one to that")
+    if path or not from_hf:
+        to.note_if_set(hf_key, "a folder with a config.json is a Hugging Face folder", TAKEN)
+    lost = path and to.values.get(only_key) is False
+    text = "initial weights only: optimizer states and the step are not loaded" if lost else "weights only, as here"
+    to.note_if_set(only_key, text, MISSING if lost else TAKEN)
+    lost = to.values.get(quantized_key) is True
+    text = "quantized weights are not read" if lost else "off, as here"
+    to.note_if_set(quantized_key, text, MISSING if lost else TAKEN)

@@ -107,16 +107,9 @@ def main(argv: list[str]) -> int:
     longest, batch_size = max(map(len, prompts)), min(arguments.batch_size, len(texts))
     check_length(folder.options, longest, arguments.max_new_tokens, batch_size, dtype.itemsize / degree)
     with _ranks(launch, degree) as (device, mesh):
-        generator = Generator(
-            folder,
-            dtype=dtype,
-            device=device,
-            mesh=mesh,
-            expert_parallel=arguments.expert_parallel,
-            batch_size=batch_size,
-            longest=longest,
-            max_new_tokens=arguments.max_new_tokens,
-        )
+        sizes = {"batch_size": batch_size, "longest": longest, "max_new_tokens": arguments.max_new_tokens}
+        options = {"dtype": dtype, "expert_parallel": arguments.expert_parallel, **sizes}
+        generator = Generator(folder, device=device, mesh=mesh, **options)
         sampling = Sampling(temperature=arguments.temperature, **random)
         generators = prompt_generators(texts, sampling.seed)
         results = generator.generate(

@@ -64,8 +64,7 @@ class ModelFolder:
         return build_tokenizer(self.tokenizer_path(choice)).fit(rows)
 
     def stop_tokens(self, tokenizer: Tokenizer) -> set[int]:
-        """Return the tokens that end a text: EOS, and those that generation_config.json names besides, such as the end
-        of a turn in a chat."""
+        """Return the tokens that end a text: EOS, and those of generation_config.json, such as the end of a turn."""
         file = self.path / "generation_config.json"
         if not self.is_hugging_face or not file.exists():
             return {tokenizer.eos}

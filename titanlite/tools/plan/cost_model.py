@@ -60,6 +60,37 @@ class Cost:
         self.elapsed += other.elapsed * times
 
 
+@dataclasses.dataclass
+class _Items:
+    """What the streams run for a segment, collected event by event.
+
+    Attributes:
+        device, host, both: seconds of the operators since the last item.
+        in_flight: what collectives write and nothing has read.
+        copied: weights from host memory.
+        copying: the seconds of those for the next all-gather.
+    """
+
+    cost: Cost = dataclasses.field(default_factory=Cost)
+    items: list[Item] = dataclasses.field(default_factory=list)
+    device: float = 0.0
+    host: float = 0.0
+    both: float = 0.0
+    in_flight: set[Hashable] = dataclasses.field(default_factory=set)
+    copied: set[int] = dataclasses.field(default_factory=set)
+    copying: float = 0.0
+
+    def flush(self, *, attends: bool = False) -> None:
+        """Add the operators since the last item as one."""
+        if self.device or self.host:
+            self.items.append(Run(self.device, self.host, self.both, attends))
+        self.device, self.host, self.both = 0.0, 0.0, 0.0
+
+    def add(self, *items: Item) -> None:
+        self.flush()
+        self.items += items
+
+
 class CostModel:
     """Computes what events cost on a device.
 
@@ -122,62 +153,49 @@ class CostModel:
         """Return the amounts of a segment, and what the streams run."""
         if id(events) in self._items:  # the copies of a folded layer share its events
             return self._items[id(events)][:2]
-        cost, items = Cost(), list[Item]()
+        own = _Items()
         in_ring = any(isinstance(x, Communication) and self._axis(x.group)[0] == "ring" for x in events)
-        device, host, both = 0.0, 0.0, 0.0  # of the operators since the last item
-        in_flight = set[Hashable]()  # what collectives write and nothing has read
-        copied, copying = set[int](), 0.0  # weights from host memory, and the seconds of those for the next all-gather
-
-        def flush(*, attends: bool = False) -> None:
-            nonlocal device, host, both
-            if device or host:
-                items.append(Run(device, host, both, attends))
-            device, host, both = 0.0, 0.0, 0.0
-
         for event in events:
             if isinstance(event, Work):
-                category, seconds = self.work_seconds(event)
-                cost.seconds[category] += seconds
-                if event.flops:
-                    cost.flops[event.dtype] += event.flops
-                arrived, attends = in_flight.intersection(event.inputs), in_ring and category == "attention"
-                if arrived or attends:
-                    flush()
-                    items += map(Arrival, arrived)
-                    in_flight -= arrived
-                if self.offload is not None:
-                    copying += self._weights_to_device(event, copied, cost)
-                    if copying and not self.is_sharded:  # on one rank FSDP copies weights where it computes
-                        flush()
-                        items.append(Collective("copy to device", "host", copying))
-                        copying = 0.0
-                if event.name == "fsdp.split_with_sizes_copy":
-                    flush()
-                    items.append(CopyOut())
-                elif event.name == "fsdp.chunk_cat":
-                    flush()
-                    items.append(CopyIn())
-                    if self.offload is not None and not self.is_sharded:
-                        items.append(self._offloaded_gradient("fsdp", event.written, 0.0, cost))
-                device, both = device + seconds, max(both, host) + seconds
-                if attends:
-                    flush(attends=True)
+                self._run(event, own, in_ring=in_ring)
             elif isinstance(event, Dispatch):
-                host += self.dispatch_seconds(event)
+                own.host += self.dispatch_seconds(event)
             elif isinstance(event, HostWait):
-                flush()
-                cost.host_waits += 1
-                items.append(Wait(self._seconds("host", published.HOST_WAIT)))
-            elif isinstance(event, Communication) and (collective := self._collective(event, cost)):
-                flush()
-                if copying and collective.name == "all_gather" and collective.axis in GATHERED_AXES:
-                    collective, copying = collective._replace(copy=copying), 0.0
-                items.append(collective)
-                in_flight.update(collective.outputs)
-        flush()
-        items += map(Arrival, in_flight)
-        self._items[id(events)] = cost, items, events
-        return cost, items
+                own.cost.host_waits += 1
+                own.add(Wait(self._seconds("host", published.HOST_WAIT)))
+            elif isinstance(event, Communication) and (collective := self._collective(event, own.cost)):
+                if own.copying and collective.name == "all_gather" and collective.axis in GATHERED_AXES:
+                    collective, own.copying = collective._replace(copy=own.copying), 0.0
+                own.add(collective)
+                own.in_flight.update(collective.outputs)
+        own.add(*map(Arrival, own.in_flight))
+        self._items[id(events)] = own.cost, own.items, events
+        return own.cost, own.items
+
+    def _run(self, work: Work, own: "_Items", *, in_ring: bool) -> None:
+        """Add an operator to what the streams run."""
+        category, seconds = self.work_seconds(work)
+        own.cost.seconds[category] += seconds
+        if work.flops:
+            own.cost.flops[work.dtype] += work.flops
+        arrived, attends = own.in_flight.intersection(work.inputs), in_ring and category == "attention"
+        if arrived or attends:
+            own.add(*map(Arrival, arrived))
+            own.in_flight -= arrived
+        if self.offload is not None:
+            own.copying += self._weights_to_device(work, own.copied, own.cost)
+            if own.copying and not self.is_sharded:  # on one rank FSDP copies weights where it computes
+                own.add(Collective("copy to device", "host", own.copying))
+                own.copying = 0.0
+        if work.name == "fsdp.split_with_sizes_copy":
+            own.add(CopyOut())
+        elif work.name == "fsdp.chunk_cat":
+            own.add(CopyIn())
+            if self.offload is not None and not self.is_sharded:
+                own.add(self._offloaded_gradient("fsdp", work.written, 0.0, own.cost))
+        own.device, own.both = own.device + seconds, max(own.both, own.host) + seconds
+        if attends:
+            own.flush(attends=True)
 
     def _collective(self, event: Communication, cost: Cost) -> Collective | None:
         """Return what the streams run for a collective, and count it. None: in a group of one rank, and of a message
@@ -213,8 +231,7 @@ class CostModel:
         return exposed + own
 
     def _weights_to_device(self, work: Work, copied: set[int], cost: Cost) -> float:
-        """Return the seconds in which CPU offload copies the weights that an operator reads and that a segment has not
-        copied yet."""
+        """Return the seconds in which CPU offload copies the weights that an operator is the first to read."""
         weights = {
             id(x): x for x in work.inputs if x.kind == "parameters" and x.maker != BUFFER and id(x) not in copied
         }
@@ -239,8 +256,7 @@ class CostModel:
         return Cost(seconds=Counter(optimizer=seconds), elapsed=seconds)
 
     def offloaded_step(self, steps: Sequence[Work]) -> Cost:
-        """Return the cost of Adam's step on the CPU, while weights and gradients are copied to host memory and weights
-        back to the device."""
+        """Return the cost of Adam's step on the CPU, beside copies of weights and gradients to it, and weights back."""
         # The operator's schema says that it writes weights, gradients and two states.
         cost, weights = self.host_update(steps), sum(step.written for step in steps) // 4
         self._copy("copy to device", weights, cost)

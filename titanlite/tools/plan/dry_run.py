@@ -83,8 +83,7 @@ def fold_stage(config: Config, names: Sequence[str]) -> FoldedStage:
 
 
 def dry_run_accumulation_steps(n: int) -> dict[int, int]:
-    """Return which of n gradient accumulation steps are run, and how many each stands for: the first (0), a middle
-    (1) and the last (2)."""
+    """Return how many of n gradient accumulation steps the first (0), a middle (1) and the last (2) stand for."""
     return {1: {0: 1}, 2: {0: 1, 2: 1}}.get(n, {0: 1, 1: n - 2, 2: 1})
 
 
@@ -196,8 +195,7 @@ class RecordedStep:
 
 
 def _update(config: Config, trace: OpTrace, stage: Llama, optimizer: Any, balance: Balance | None) -> None:
-    """Run what follows the last backward: the sums over ranks, clipping, the optimizer's step and the balance of the
-    load of experts."""
+    """Run what follows the last backward: sums over ranks, clipping, the optimizer's step, the balance of experts."""
     trace.mark("update")
     parameters = list(stage.parameters())
     for parameter in parameters:
@@ -232,8 +230,7 @@ def _is(optimizer: torch.optim.Optimizer, name: str) -> bool:
 
 
 def _record_low_bit_adam(trace: OpTrace, optimizer: torch.optim.Optimizer) -> None:
-    """Record the compiled step of LowBitAdam, which reads and writes each weight and its states once, and reads its
-    gradient."""
+    """Record the compiled step of LowBitAdam: it reads weights, states and gradients, and writes weights and states."""
     for weight, state in optimizer.state.items():
         updated = sum(local.nbytes for tensor in (weight, *state.values()) for local in _local(tensor))
         gradient = sum(local.nbytes for local in _local(weight.grad))
@@ -290,8 +287,7 @@ def _persistent(
 
 
 def _mark_layers(trace: OpTrace, stage: Llama) -> None:
-    """Have each block and the head mark the beginning of their forward and of their backward, and of the part with
-    experts of each."""
+    """Have each block, its experts and the head mark where their forward and their backward begin."""
 
     def before_backward(mark: str, layer: int, *args: Any) -> None:  # a hook's last argument is the output
         if args[-1].requires_grad:

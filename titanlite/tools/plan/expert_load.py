@@ -39,8 +39,7 @@ class ExpertLoad(NamedTuple):
         return self.received * self.n_ranks / self.n_experts
 
     def counts(self, counts: Tensor) -> list[Any]:
-        """Return the values of a tensor of counts: rows by expert, [E], or rows sent and received by rank and expert,
-        [2, R, E]."""
+        """Return the values of a tensor of counts: rows by expert, [E], or sent and received by rank too, [2, R, E]."""
         if counts.dim() == 1:
             return even_shares(self.received * self.n_ranks, len(counts))
         others = even_shares(self.sent - self.received, self.n_ranks - 1)

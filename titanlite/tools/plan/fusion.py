@@ -24,52 +24,58 @@ def fuse(segments: Sequence[list[Event]]) -> list[list[Event]]:
     operator of a group has all the bytes that the group reads and writes. The others are gone, and so are allocations
     that only the group reads and its segment frees. The host dispatches one operator for each kernel, and none on
     DTensors."""
-    group_of: dict[int, int] = {}  # by the operator's identity
+    groups = [group for segment in segments for group in _groups(segment)]
     readers: dict[Allocation, set[int]] = {}
     writer: dict[Allocation, int] = {}
-    freed: set[Allocation] = set()  # by the segment that allocates them
-    group, members = 0, {}
-    for segment in segments:
-        group += 1
-        memory = [event for event in segment if isinstance(event, Memory)]
-        born = {event.allocation for event in memory if event.change > 0}
-        freed |= {event.allocation for event in memory if event.change < 0} & born
-        for event in segment:
-            separate = isinstance(event, (Communication, HostWait)) or (
-                isinstance(event, Work) and not is_fusible(event)
-            )
-            group += separate
-            if isinstance(event, Work):
-                group_of[id(event)] = group
-                members.setdefault(group, []).append(event)
-                for allocation in event.inputs:
-                    readers.setdefault(allocation, set()).add(group)
-                for allocation in event.outputs:
-                    writer.setdefault(allocation, group)
-            group += separate
+    for number, group in enumerate(groups):
+        for work in group:
+            for allocation in work.inputs:
+                readers.setdefault(allocation, set()).add(number)
+            for allocation in work.outputs:
+                writer.setdefault(allocation, number)
+    freed = set().union(*map(_freed_where_allocated, segments))
     internal = {
         allocation
         for allocation, number in writer.items()
-        if is_fusible(members[number][0])
+        if is_fusible(groups[number][0])
         and allocation.kind in ("temporary", "logits")
         and readers.get(allocation) == {number}  # nothing: a collective reads it
         and allocation in freed
         and allocation.shape != ()
     }
-    fused: list[list[Event]] = []
-    for segment in segments:
-        fused.append([])
-        for event in segment:
-            if isinstance(event, Work) and is_fusible(event):
-                number = group_of[id(event)]
-                if event is members[number][0]:
-                    outputs = {allocation for work in members[number] for allocation in work.outputs}
-                    own = {allocation for allocation in outputs if writer[allocation] == number}
-                    fused[-1] += [Dispatch(1, 0), _kernel(members[number], own, internal)]
-            elif isinstance(event, (Work, Communication)):
-                fused[-1] += [Dispatch(event.kernels, 0), event]
-            elif isinstance(event, HostWait) or (isinstance(event, Memory) and event.allocation not in internal):
-                fused[-1].append(event)
+    kernels: dict[int, Work] = {}  # by the identity of a group's first operator
+    for number, group in enumerate(groups):
+        own = {allocation for work in group for allocation in work.outputs if writer[allocation] == number}
+        kernels[id(group[0])] = _kernel(group, own, internal) if is_fusible(group[0]) else group[0]
+    return [_with_kernels(segment, kernels, internal) for segment in segments]
+
+
+def _groups(segment: list[Event]) -> list[list[Work]]:
+    """Return the operators of a segment, those together that one kernel computes."""
+    groups: list[list[Work]] = [[]]
+    for event in segment:
+        if isinstance(event, Work) and is_fusible(event):
+            groups[-1].append(event)
+        elif isinstance(event, (Work, Communication, HostWait)):
+            groups += [[event], []] if isinstance(event, Work) else [[]]
+    return [group for group in groups if group]
+
+
+def _freed_where_allocated(segment: list[Event]) -> set[Allocation]:
+    memory = [event for event in segment if isinstance(event, Memory)]
+    allocated, freed = ({event.allocation for event in memory if (event.change < 0) == ends} for ends in (False, True))
+    return allocated & freed
+
+
+def _with_kernels(segment: list[Event], kernels: dict[int, Work], internal: set[Allocation]) -> list[Event]:
+    """Return the events of a segment with the kernels in the place of their first operators."""
+    fused: list[Event] = []
+    for event in segment:
+        own = kernels.get(id(event)) if isinstance(event, Work) else event
+        if isinstance(own, (Work, Communication)):
+            fused += [Dispatch(own.kernels, 0), own]
+        elif isinstance(own, HostWait) or (isinstance(own, Memory) and own.allocation not in internal):
+            fused.append(own)
     return fused
 
 
@@ -121,6 +127,55 @@ class _Life:
         self.later: list[tuple[int, Work]] = []
 
 
+class _Saved:
+    """What the forward saves for the backward.
+
+    Attributes:
+        freed: allocations that the forward frees.
+        sources: of those that the backward computes again, what it computes them from.
+    """
+
+    def __init__(self, segments: Sequence[Segment]):
+        self.segments, self.lives = segments, _lives(segments)
+        self.freed: set[Allocation] = set()
+        self.sources: dict[Allocation, set[Allocation]] = {}
+
+    def exists(self, allocation: Allocation, number: int) -> bool:
+        """Return whether an allocation is there in a segment."""
+        life = self.lives.get(allocation)
+        return life is None or (allocation not in self.freed and (life.freed == -1 or life.freed >= number))
+
+    def computed_from(self, allocation: Allocation, number: int) -> set[Allocation] | None:
+        """Return the saved results that a pointwise one can be computed from in a segment; None if it cannot."""
+        life, found = self.lives[allocation], set()
+        if not life.writers or not all(map(is_fusible, life.writers)):
+            return None
+        for source in {source for work in life.writers for source in work.inputs} - {allocation}:
+            if self.exists(source, number):
+                found.add(source)
+                continue
+            if self.lives[source].born != life.born:
+                return None
+            deeper = self.computed_from(source, number)
+            found |= {source} if deeper is None else deeper
+        return found
+
+    def compute_again(self, allocation: Allocation) -> None:
+        """Free an allocation in the forward if what the backward computes it from is there, or smaller."""
+        life = self.lives[allocation]
+        number = life.later[0][0]
+        found = self.computed_from(allocation, number)
+        instead = {source for source in found or () if not self.exists(source, number)}
+        if found is None or sum(source.largest for source in instead) >= allocation.largest:
+            return
+        for source in instead:
+            _free_late(self.segments, source, self.lives[source], allocation, life)
+            self.freed.discard(source)
+            self.sources.pop(source, None)
+        self.freed.add(allocation)
+        self.sources[allocation] = found
+
+
 def save_less(segments: Sequence[Segment], forward: Collection[int], backward: Collection[int]) -> None:
     """Free in the forward what eager autograd saves and a compiled block does not. Two kinds of results are not saved
     (torch._functorch.partitioners.min_cut_rematerialization_partition): those that no backward reads, and pointwise
@@ -128,56 +183,21 @@ def save_less(segments: Sequence[Segment], forward: Collection[int], backward: C
     saved instead: logits in bfloat16, instead of their log-softmax in float32.
 
     `forward` and `backward` are the numbers of the compiled segments."""
-    lives = _lives(segments)
-    sources: dict[Allocation, set[Allocation]] = {}  # of what the backward computes again
-
-    def exists(allocation: Allocation, number: int) -> bool:
-        life = lives.get(allocation)
-        return life is None or (allocation not in freed and (life.freed == -1 or life.freed >= number))
-
-    def computed_from(allocation: Allocation, number: int) -> set[Allocation] | None:
-        """Return what a pointwise result can be computed from in a segment, if it is saved until then; None if it
-        cannot."""
-        life, found = lives[allocation], set()
-        if not life.writers or not all(map(is_fusible, life.writers)):
-            return None
-        for source in {source for work in life.writers for source in work.inputs} - {allocation}:
-            if exists(source, number):
-                found.add(source)
-                continue
-            if lives[source].born != life.born:
-                return None
-            deeper = computed_from(source, number)
-            found |= {source} if deeper is None else deeper
-        return found
-
-    freed: set[Allocation] = set()
-    for allocation, life in lives.items():
+    saved = _Saved(segments)
+    for allocation, life in saved.lives.items():
         if life.born not in forward or life.freed <= life.born or life.changes != 2:
             continue
         if not life.later:
             if life.uses and not any(map(is_fusible, life.writers)):
-                freed.add(allocation)
+                saved.freed.add(allocation)
         elif all(number in backward and is_fusible(work) for number, work in life.later):
-            number = life.later[0][0]
-            found = computed_from(allocation, number)
-            if found is None:
-                continue
-            instead = {source for source in found if not exists(source, number)}
-            if sum(source.largest for source in instead) < allocation.largest:
-                for source in instead:
-                    _free_late(segments, source, lives[source], allocation, life)
-                    freed.discard(source)
-                    sources.pop(source, None)
-                freed.add(allocation)
-                sources[allocation] = found
-    for allocation in freed:
-        _free_early(segments, allocation, lives[allocation])
-    for number in backward:
-        events = segments[number].events
+            saved.compute_again(allocation)
+    for allocation in saved.freed:
+        _free_early(segments, allocation, saved.lives[allocation])
+    for events in (segments[number].events for number in backward):
         for index, event in enumerate(events):
-            if isinstance(event, Work) and not sources.keys().isdisjoint(event.inputs):
-                read = {source for x in event.inputs for source in sources.get(x, (x,))}
+            if isinstance(event, Work) and not saved.sources.keys().isdisjoint(event.inputs):
+                read = {source for x in event.inputs for source in saved.sources.get(x, (x,))}
                 events[index] = event._replace(inputs=tuple(read))
 
 
@@ -215,14 +235,16 @@ def _free_late(
     end = _take_end(segments, source, life)
     life.freed, source.kind = its_life.freed, allocation.kind
     late = segments[life.freed].events
-    late.insert(next(index for index, event in enumerate(late) if _ends(event, allocation)), end)
+    late.insert(_end_of(allocation, late), end)
 
 
 def _take_end(segments: Sequence[Segment], allocation: Allocation, life: _Life) -> Event:
     """Remove the event that frees an allocation, and return it."""
     events = segments[life.freed].events
-    return events.pop(next(index for index, event in enumerate(events) if _ends(event, allocation)))
+    return events.pop(_end_of(allocation, events))
 
 
-def _ends(event: Event, allocation: Allocation) -> bool:
-    return isinstance(event, Memory) and event.allocation is allocation and event.change < 0
+def _end_of(allocation: Allocation, events: list[Event]) -> int:
+    """Return the index of the event that frees an allocation."""
+    ends = (isinstance(each, Memory) and each.allocation is allocation and each.change < 0 for each in events)
+    return list(ends).index(True)

@@ -238,17 +238,9 @@ class OpTrace(TorchDispatchMode):
 
     def _record(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         self._operators += 1
-        inputs = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
-        outputs = [x for x in tree_iter(out) if isinstance(x, Tensor)]
+        inputs, outputs = _tensors_in((args, kwargs)), _tensors_in(out)
         if name in COLLECTIVES:
-            written_to = self._allocations(name, [args[0]] if name == "c10d.alltoall_base_" else outputs)
-            collective, index = COLLECTIVES[name]
-            if index == ALL:
-                size = max(map(_n_bytes, inputs + outputs))
-            else:
-                tensors = tree_iter(out if index is None else args[index])
-                size = sum(_n_bytes(x) for x in tensors if isinstance(x, Tensor))
-            self.record(Communication(collective, _group_of(args), size, tuple(written_to), self._known(inputs)))
+            self._record_collective(name, args, inputs, outputs)
             return
         if name == COPY_IN:  # returns the shard's part of the buffer, and the buffer
             inputs, outputs = list(args[0]), outputs[:1]
@@ -265,6 +257,15 @@ class OpTrace(TorchDispatchMode):
         read = sum(_n_bytes(x) for x in inputs if id(x) not in overwritten)
         written = sum(map(_n_bytes, outputs or changed))
         self.record(Work(name, flops, dtype, read, written, self._known(inputs), tuple(written_to), sizes))
+
+    def _record_collective(self, name: str, args: tuple[Any, ...], inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        written_to = self._allocations(name, [args[0]] if name == "c10d.alltoall_base_" else outputs)
+        collective, index = COLLECTIVES[name]
+        if index == ALL:
+            size = max(map(_n_bytes, inputs + outputs))
+        else:
+            size = sum(map(_n_bytes, outputs if index is None else _tensors_in(args[index])))
+        self.record(Communication(collective, _group_of(args), size, tuple(written_to), self._known(inputs)))
 
     def _allocations(self, name: str, tensors: list[Tensor]) -> list[Allocation]:
         """Return the allocations of some tensors, and record those that are new."""
@@ -336,7 +337,11 @@ def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
     parameters = func._schema.arguments
     given = {**{parameter.name: arg for parameter, arg in zip(parameters, args, strict=False)}, **kwargs}
     writes = [parameter.name for parameter in parameters if parameter.alias_info and parameter.alias_info.is_write]
-    return [x for name in writes for x in tree_iter(given.get(name)) if isinstance(x, Tensor)]
+    return _tensors_in([given.get(name) for name in writes])
+
+
+def _tensors_in(tree: Any) -> list[Tensor]:
+    return [x for x in tree_iter(tree) if isinstance(x, Tensor)]
 
 
 def _flops(

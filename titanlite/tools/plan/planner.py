@@ -226,8 +226,7 @@ def process_pool(n: int, *, preload: str, single_use: bool = False) -> Iterator[
 
 
 def start_worker() -> None:
-    """Prepare a process of a pool: it ends with the main process, and the warnings of libraries, which are about real
-    runs, are silenced."""
+    """Prepare a process of a pool: it ends with the main process, and libraries' warnings of real runs are silenced."""
     end_after(multiprocessing.parent_process().join, "main process")
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)

@@ -231,6 +231,5 @@ def checkpoint_line(plan: Plan) -> str:
 
 
 def print_report(plan: Plan, file: str, *tables: Table) -> None:
-    """Print the report and some more tables, at least 126 columns wide: a wrapped line is easier to read than a
-    truncated cell."""
+    """Print the report and more tables, at least 126 columns wide: wrapped lines are better than truncated cells."""
     Console(highlight=False, width=max(Console().width, WIDTH)).print(Group(report(plan, file), *tables))

@@ -5,7 +5,7 @@ torch keeps no list of the actions of GPipe and 1F1B, so their order is written 
 schedules run from the private `pipeline_order`, which is read here.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -74,6 +74,25 @@ class Span(NamedTuple):
     end: float
 
 
+Result = tuple[bool, int, int]
+"""What an action sends on: whether it is of a forward, the stage, the microbatch."""
+
+
+def _input_of(action: Action, n_stages: int) -> Result | None:
+    """Return the result that an action needs of another stage, if it needs one."""
+    if action.kind == Pass.FORWARD and action.stage > 0:
+        return True, action.stage - 1, action.microbatch
+    if action.kind in (Pass.BACKWARD, Pass.INPUT_GRADIENT) and action.stage < n_stages - 1:
+        return False, action.stage + 1, action.microbatch
+    return None
+
+
+def _can_run(group: Group, n_stages: int, ready: Container[Result]) -> bool:
+    own = {(kind == Pass.FORWARD, *of_what) for kind, *of_what in group if kind != Pass.WEIGHT_GRADIENT}
+    needed = {_input_of(action, n_stages) for action in group} - {None, *own}
+    return all(result in ready for result in needed)
+
+
 def simulate(
     actions: list[list[Group]],
     n_stages: int,
@@ -90,30 +109,17 @@ def simulate(
     Raises:
         ValueError: if the ranks deadlock.
     """
-    # (whether of a forward, stage, microbatch) -> when its result is ready, and on which rank
-    ready: dict[tuple[bool, int, int], tuple[float, int]] = {}
+    ready: dict[Result, tuple[float, int]] = {}  # when a result is ready, and on which rank
     free, next_group = [0.0] * len(actions), [0] * len(actions)
     spans: list[list[Span]] = [[] for _ in actions]
-
-    def dependency(action: Action) -> tuple[bool, int, int] | None:
-        if action.kind == Pass.FORWARD:
-            return (True, action.stage - 1, action.microbatch) if action.stage > 0 else None
-        if action.kind in (Pass.BACKWARD, Pass.INPUT_GRADIENT):
-            return (False, action.stage + 1, action.microbatch) if action.stage < n_stages - 1 else None
-        return None
-
-    def can_run(group: Group) -> bool:
-        results = [action for action in group if action.kind != Pass.WEIGHT_GRADIENT]
-        own = {(action.kind == Pass.FORWARD, action.stage, action.microbatch) for action in results}
-        return all(dependency(action) in {None, *own} or dependency(action) in ready for action in group)
 
     while any(number < len(groups) for number, groups in zip(next_group, actions, strict=True)):
         progress = False
         for rank, groups in enumerate(actions):
-            while next_group[rank] < len(groups) and can_run(groups[next_group[rank]]):
+            while next_group[rank] < len(groups) and _can_run(groups[next_group[rank]], n_stages, ready):
                 group = groups[next_group[rank]]
                 for action in group:
-                    sent, sender = ready.get(dependency(action), (0.0, rank))
+                    sent, sender = ready.get(_input_of(action, n_stages), (0.0, rank))
                     start = max(free[rank], sent + (message_seconds if sender != rank else 0.0))
                     free[rank] = start + seconds(action)
                     spans[rank].append(Span(action, start, free[rank]))

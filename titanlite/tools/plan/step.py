@@ -86,8 +86,7 @@ class StepTime(NamedTuple):
 
 
 def step_time(config: Config, stages: list[StageCost], ranks: list[int], actions: list[list[Group]]) -> StepTime:
-    """Return the time of a step, from the model's stages in order, the rank of each, and the actions of each rank; none
-    without a pipeline."""
+    """Return a step's time from the stages in order, the rank of each and, in a pipeline, each rank's actions."""
     if actions:
         return _time_with_pipeline(config, stages, ranks, actions)
     (stage,) = stages
