@@ -23,7 +23,7 @@ from titanlite.data.open import open_sequences, tokenizer_of_run
 from titanlite.data.packing import Mixture, Sequences, SplitSequences
 from titanlite.init import init_weights
 from titanlite.launch.process import Signals
-from titanlite.launch.same_config import compared_over_ranks, options_of_run
+from titanlite.launch.process_group import compared_over_ranks, options_of_run
 from titanlite.loss import chunked_cross_entropy
 from titanlite.metrics import logger as metrics
 from titanlite.metrics import provenance

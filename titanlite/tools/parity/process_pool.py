@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlite.launch.process import end_after, forkserver
+from titanlite.launch.process import end_after
+from titanlite.tools.forkserver import forkserver
 
 
 class RankError(AssertionError):
