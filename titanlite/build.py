@@ -13,8 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.build_llama import build_llama
-from titanlite.checkpoint.checkpointer import Checkpointer
-from titanlite.checkpoint.run import RunCheckpoints
+from titanlite.checkpoint.run import NoCheckpoints, Trained
 from titanlite.config import Config, Launch
 from titanlite.config.schema import Debug, Optimizer, Training, numerics, stage_modules
 from titanlite.config.stage_split import rank_of_stage
@@ -323,17 +322,19 @@ def build_metrics(
 
 def build_checkpoints(
     config: Config, data: Data, model: Llama, optimizer: torch.optim.Optimizer, signals: Signals
-) -> RunCheckpoints:
+) -> NoCheckpoints:
     """Return the checkpoints of a run. Every rank must call it."""
-    training, checkpoint, checkpointer = config.training, config.checkpoint, None
-    if checkpoint.enable:
-        identity = {"seed": config.debug.seed, "data": data.identity, **config.model.identity()}
-        if training.datasets:
-            identity["mixture"] = data.train.identity
-        may_differ = {"mixture"} if training.change_mixture_on_resume else set()
-        options = identity, config.comm, may_differ, options_of_run(config)
-        checkpointer = Checkpointer(Path(config.job.dump_folder), checkpoint, *options)
-    return RunCheckpoints(checkpointer, checkpoint, model, optimizer, training.steps, signals)
+    checkpoint, run = config.checkpoint, Trained(model, optimizer, config.training.steps, signals)
+    if not checkpoint.enable:
+        return NoCheckpoints(checkpoint, run)
+    from titanlite.checkpoint.checkpointer import Checkpointer  # here, since a run without checkpoints needs none
+
+    identity = {"seed": config.debug.seed, "data": data.identity, **config.model.identity()}
+    if config.training.datasets:
+        identity["mixture"] = data.train.identity
+    may_differ = {"mixture"} if config.training.change_mixture_on_resume else set()
+    options = identity, config.comm, may_differ, options_of_run(config), run
+    return Checkpointer(Path(config.job.dump_folder), checkpoint, *options)
 
 
 def build_validator(config: Config, layout: Layout, data: Data, train_step: TrainStep, signals: Signals) -> Validator:
@@ -349,7 +350,7 @@ def add_observers(
     optimizer: torch.optim.Optimizer,
     loader: Loader,
     guard: StepGuard,
-    checkpoints: RunCheckpoints,
+    checkpoints: NoCheckpoints,
     logger: metrics.Logger,
 ) -> None:
     """Add the observers that a config asks for to a train step. Raises ConfigError if a prompt is too long."""
@@ -367,7 +368,7 @@ def add_observers(
     if config.debug.sdc_check_freq:
         from titanlite.techniques.sdc import CorruptionCheck
 
-        freq, checkpointer = config.debug.sdc_check_freq, checkpoints.checkpointer
+        freq, checkpointer = config.debug.sdc_check_freq, checkpoints if config.checkpoint.enable else None
         observers.append(CorruptionCheck(freq, train_step, optimizer, guard, checkpointer))
     if validation.generate_prompts:
         from titanlite.techniques.samples import Samples

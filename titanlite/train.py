@@ -63,7 +63,7 @@ def train(config: Config, launch: Launch, signals: process.Signals) -> None:
 
     # Resume from the newest checkpoint, or begin with given weights, or with the initial ones.
     checkpoints = build.build_checkpoints(config, data, model, optimizer, signals)
-    saved = checkpoints.resume(config.model, config.debug.seed)
+    saved = checkpoints.begin(config.model, config.debug.seed)
     guard.load(saved)
     step = last_step = saved.get("step", 0)
     mark("starting the loop")
@@ -131,7 +131,7 @@ def train(config: Config, launch: Launch, signals: process.Signals) -> None:
                 log_rank0(f"asked to stop: ended after step {step}{unsaved}")
                 break
         test = functools.partial(loss_after_training, step + 1, loader, train_step, optimizer, guard.loss_scale)
-        checkpoints.finish(groups.final_step(step, is_last=is_last), state, test)
+        checkpoints.end(groups.final_step(step, is_last=is_last), state, test)
     mark("ending the run")
     for each in (loader, logger, checkpoints):
         each.close()
