@@ -12,7 +12,7 @@ import torch
 from hypothesis import Phase, settings
 
 from tests.helpers.data import Assets, built_in_texts
-from titanlite.launch.process import forkserver
+from titanlite.tools.forkserver import forkserver
 from titanlite.tools.parity.process_pool import ProcessPool, RankDied
 
 settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate])  # how a mutant fails is not shrunk

@@ -44,22 +44,24 @@ HEART = (
     *("data/packing", "data/loader"),
 )
 """The files of the loop, the step, the model, every parallelism and the data's order, without their endings."""
-# What a run with checkpoints imports, and with a token cache to build, is counted in tests/test_train.py; so is what a
-# rank of tensor and pipeline parallel imports, with compiled blocks, float8 and asynchronous checkpoints.
+# What a run with checkpoints imports, with a token cache to build and with one that is there, is counted in
+# tests/test_train.py, and so is what a rank of tensor and pipeline parallel imports, with compiled blocks, float8 and
+# asynchronous checkpoints.
 LINES_OF_A_RANK_OF_MANY_TECHNIQUES = 11_650
-LINES_OF_A_DEBUG_RUN, LINES_OF_THE_PACKAGE = 11_695, 30_122
+LINES_OF_A_DEBUG_RUN, LINES_WITH_A_TOKEN_CACHE = 10_300, 9_950
+LINES_OF_THE_PACKAGE = 30_122
 CEILINGS = {
-    "heart": 3571,
-    "config": 2948,
+    "heart": 3569,
+    "config": 2724,
     "config of Hugging Face": 1362,
-    "data": 2253,
-    "checkpoint": 1743,
-    "launch": 2026,
-    "metrics": 841,
+    "data": 2294,
+    "checkpoint": 1774,
+    "launch": 2069,
+    "metrics": 822,
     "files": 311,
     "hf": 938,
     "techniques": 4373,
-    "tools": 9308,
+    "tools": 9136,
     "other": 117,
 }
 """Lines that each part of the package may have. They are fixed: a part that grows takes from itself, and a ceiling is

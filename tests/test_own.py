@@ -27,7 +27,7 @@ from tests.parallel.test_parity import resolve
 from titanlite.build_llama import build_block
 from titanlite.checkpoint import export
 from titanlite.config import ConfigError
-from titanlite.launch.process import children
+from titanlite.launch.other_processes import children
 from titanlite.parallel import mesh
 from titanlite.techniques.own import Own, load_own
 from titanlite.tools.generate.folder import open_folder

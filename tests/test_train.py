@@ -24,7 +24,11 @@ from tests.helpers.cases import cases
 from tests.helpers.checkpoint import assert_skipped, change_state, flip
 from tests.helpers.launches import finish
 from tests.parallel.test_step_costs import no_value_is_read
-from tests.test_architecture import LINES_OF_A_DEBUG_RUN, LINES_OF_A_RANK_OF_MANY_TECHNIQUES
+from tests.test_architecture import (
+    LINES_OF_A_DEBUG_RUN,
+    LINES_OF_A_RANK_OF_MANY_TECHNIQUES,
+    LINES_WITH_A_TOKEN_CACHE,
+)
 from titanlite import build, config, step_guard, train, train_step
 from titanlite.build import meta_model, optimizer_for
 from titanlite.checkpoint import checkpointer
@@ -35,7 +39,8 @@ from titanlite.config.errors import TrainingError
 from titanlite.data.loader import Loader
 from titanlite.files import safetensors
 from titanlite.launch import process_group, progress
-from titanlite.launch.process import Signals, children
+from titanlite.launch.other_processes import children
+from titanlite.launch.process import Signals
 from titanlite.metrics import logger as metrics
 from titanlite.metrics import summary
 from titanlite.step_guard import StepGuard
@@ -907,12 +912,19 @@ train.main(sys.argv[1:])
 
 def test_a_run_on_one_rank_imports_only_what_it_uses(folder):
     """train.main without torchrun is one rank; packages that a run does not use are not imported, and the lines of
-    titanlite that it does import have a limit, with checkpoints."""
-    status, out, error = run_script(folder, COUNT_IMPORTS, "--training.steps=2", "--checkpoint.enable")
-    assert (status, error) == (0, "")
-    assert "step 2/2  loss" in out
-    (lines,) = re.findall(r"lines (\d+); imported \[\]\n$", out)
-    assert 5000 < int(lines) <= LINES_OF_A_DEBUG_RUN
+    titanlite that it does import have limits, with checkpoints: of a run that builds its token cache, of one that finds
+    it, and of one that resumes."""
+    counts = []
+    for run, steps in (("run", 2), ("other", 2), ("run", 3)):
+        arguments = [f"--training.steps={steps}", "--lr_scheduler.total_steps=12", "--checkpoint.enable"]
+        status, out, error = run_script(folder, COUNT_IMPORTS, *arguments, f"--job.dump_folder={folder / run}")
+        assert (status, error) == (0, "")
+        assert f"step {steps}/{steps}  loss" in out
+        counts += map(int, re.findall(r"lines (\d+); imported \[\]\n$", out))
+    builds, finds, resumes = counts
+    assert 5000 < finds < builds <= LINES_OF_A_DEBUG_RUN
+    assert finds <= LINES_WITH_A_TOKEN_CACHE
+    assert finds < resumes <= LINES_OF_A_DEBUG_RUN
 
 
 @pytest.mark.nightly

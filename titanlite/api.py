@@ -16,9 +16,9 @@ from titanlite.config import Config, ConfigError, Launch
 from titanlite.config.errors import TrainingError
 from titanlite.config.launch import quantity
 from titanlite.launch import process, progress
-from titanlite.launch.process_group import process_group
+from titanlite.launch.process_group import options_of_run, process_group
 from titanlite.launch.run_folders import check_writable, folders_of_run, lock_run
-from titanlite.launch.same_config import options_of_run, require_same
+from titanlite.launch.same_config import require_same
 from titanlite.parallel import mesh
 from titanlite.techniques.own import Own, load_own
 from titanlite.tools.parity.standard_set import verdicts

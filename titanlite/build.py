@@ -13,8 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.build_llama import build_llama
-from titanlite.checkpoint.checkpointer import Checkpointer
-from titanlite.checkpoint.run import RunCheckpoints
+from titanlite.checkpoint.run import NoCheckpoints, Trained
 from titanlite.config import Config, Launch
 from titanlite.config.schema import Debug, Optimizer, Training, numerics, stage_modules
 from titanlite.config.stage_split import rank_of_stage
@@ -23,7 +22,7 @@ from titanlite.data.open import open_sequences, tokenizer_of_run
 from titanlite.data.packing import Mixture, Sequences, SplitSequences
 from titanlite.init import init_weights
 from titanlite.launch.process import Signals
-from titanlite.launch.same_config import compared_over_ranks, options_of_run
+from titanlite.launch.process_group import compared_over_ranks, options_of_run
 from titanlite.loss import chunked_cross_entropy, cross_entropy
 from titanlite.metrics import logger as metrics
 from titanlite.metrics import provenance
@@ -315,19 +314,21 @@ def build_metrics(
     return meter, metrics.MetricsLogger(folder, config.metrics, steps=steps, config=resolved)
 
 
-def build_checkpoints(run: Run) -> RunCheckpoints:
+def build_checkpoints(run: Run) -> NoCheckpoints:
     """Return the checkpoints of a run. Every rank must call it."""
-    config, data = run.config, run.data
-    training, checkpoint, checkpointer = config.training, config.checkpoint, None
-    if checkpoint.enable:
-        identity = {"seed": config.debug.seed, "data": data.identity, **config.model.identity()}
-        identity |= {"own.block": True} if config.own.block else {}
-        if training.datasets:
-            identity["mixture"] = data.train.identity
-        may_differ = {"mixture"} if training.change_mixture_on_resume else set()
-        options = identity, config.comm, may_differ, options_of_run(config)
-        checkpointer = Checkpointer(Path(config.job.dump_folder), checkpoint, *options)
-    return RunCheckpoints(checkpointer, checkpoint, run.model, run.optimizer, training.steps, run.signals)
+    config, checkpoint = run.config, run.config.checkpoint
+    trained = Trained(run.model, run.optimizer, config.training.steps, run.signals)
+    if not checkpoint.enable:
+        return NoCheckpoints(checkpoint, trained)
+    from titanlite.checkpoint.checkpointer import Checkpointer  # here, since a run without checkpoints needs none
+
+    identity = {"seed": config.debug.seed, "data": run.data.identity, **config.model.identity()}
+    identity |= {"own.block": True} if config.own.block else {}
+    if config.training.datasets:
+        identity["mixture"] = run.data.train.identity
+    may_differ = {"mixture"} if config.training.change_mixture_on_resume else set()
+    options = identity, config.comm, may_differ, options_of_run(config), trained
+    return Checkpointer(Path(config.job.dump_folder), checkpoint, *options)
 
 
 def build_validator(run: Run, train_step: TrainStep) -> Validator:
@@ -341,7 +342,7 @@ def add_observers(
     train_step: TrainStep,
     loader: Loader,
     guard: StepGuard,
-    checkpoints: RunCheckpoints,
+    checkpoints: NoCheckpoints,
     logger: metrics.Logger,
 ) -> None:
     """Add the observers that a config asks for to a train step. Raises ConfigError if a prompt is too long."""
@@ -361,7 +362,7 @@ def add_observers(
     if config.debug.sdc_check_freq:
         from titanlite.techniques.sdc import CorruptionCheck
 
-        freq, checkpointer = config.debug.sdc_check_freq, checkpoints.checkpointer
+        freq, checkpointer = config.debug.sdc_check_freq, checkpoints if config.checkpoint.enable else None
         observers.append(CorruptionCheck(freq, train_step, optimizer, guard, checkpointer))
     if validation.generate_prompts:
         from titanlite.techniques.samples import Samples

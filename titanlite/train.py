@@ -23,13 +23,12 @@ from titanlite.checkpoint.run import RunState
 from titanlite.config import USAGE, Config, Launch, check
 from titanlite.config.schema import SEEDED
 from titanlite.data.loader import Loader
-from titanlite.launch import process, watchdog
+from titanlite.launch import process
 from titanlite.launch.checked_config import load_for_rank
-from titanlite.launch.process import Signals
-from titanlite.launch.process_group import device_of, log_rank0, process_group, retain_freed_memory, set_timeout
-from titanlite.launch.progress import first_step_done, mark, progress
+from titanlite.launch.failure import fail
+from titanlite.launch.process_group import device_of, log_rank0, options_of_run, process_group, set_timeout, watch
+from titanlite.launch.progress import COMPILES, first_step_done, mark, progress
 from titanlite.launch.run_folders import check_writable, folders_of_run, lock_run
-from titanlite.launch.same_config import options_of_run, require_same
 from titanlite.metrics import logger as metrics
 from titanlite.metrics.profiling import collected_garbage, profilers
 from titanlite.metrics.summary import account, run_summary
@@ -38,7 +37,7 @@ from titanlite.parallel import mesh
 from titanlite.train_step import TrainStep
 
 
-def train(config: Config, launch: Launch, signals: Signals) -> dict[str, float]:
+def train(config: Config, launch: Launch, signals: process.Signals) -> dict[str, float]:
     """Train to the last step, or to the end of the step during which some rank was asked to stop, and return that
     step's metrics. Raises ConfigError if the data or the checkpoint does not fit the config, and TrainingError if more
     steps than training.nonfinite_steps_allowed have no finite loss and gradient norm, or no checkpoint can be written.
@@ -63,7 +62,7 @@ def train(config: Config, launch: Launch, signals: Signals) -> dict[str, float]:
 
     # Resume from the newest checkpoint, or begin with given weights, or with the initial ones.
     checkpoints = build.build_checkpoints(run)
-    saved = checkpoints.resume(config.model, config.debug.seed)
+    saved = checkpoints.begin(config.model, config.debug.seed)
     guard.load(saved)
     step = last_step = saved.get("step", 0)
     mark("starting the loop")
@@ -82,7 +81,7 @@ def train(config: Config, launch: Launch, signals: Signals) -> dict[str, float]:
             with meter.waiting_for_data():
                 batches = loader.next()
             lr = set_lr(optimizer, step, config.optimizer, config.lr_scheduler)
-            mark(watchdog.COMPILES)
+            mark(COMPILES)
             with progress(f"step {step}: compiling", enabled=is_first and launch.rank == 0 and config.compile.enable):
                 loss_sum, valid = train_step.gradients(step, batches, guard.loss_scale)
             if not is_first:  # then, a rank that is done waits for those that compile, and none is behind
@@ -131,7 +130,7 @@ def train(config: Config, launch: Launch, signals: Signals) -> dict[str, float]:
                 log_rank0(f"asked to stop: ended after step {step}{unsaved}")
                 break
         test = functools.partial(loss_after_training, step + 1, loader, train_step, optimizer, guard.loss_scale)
-        checkpoints.finish(groups.final_step(step, is_last=is_last), state, test)
+        checkpoints.end(groups.final_step(step, is_last=is_last), state, test)
         mark("ending the run")
     checkpoints.close()
     guard.report_divergence(config.model.vocab_size)
@@ -154,13 +153,12 @@ def main(argv: list[str]) -> None:
         print(USAGE)
         return
     process.start_rank()
-    retain_freed_memory()
-    heartbeat = None
+    process.retain_freed_memory()
+    rank = None
     try:
         launch = Launch.from_environment(torch.cuda.device_count())
         config = check(loaded := load_for_rank(argv), launch)
-        heartbeat = watchdog.Watchdog(launch, config.comm, Path(config.job.dump_folder))
-        with heartbeat:
+        with (rank := watch(launch, config.comm, config.job.dump_folder)):
             folders = folders_of_run(config.job, config.checkpoint, config.metrics, config.profiling)
             if launch.local_rank == 0:
                 if config.checkpoint.initial_load_path != SEEDED:
@@ -169,10 +167,9 @@ def main(argv: list[str]) -> None:
                     check_initial_weights(config.job, config.checkpoint, config.model, loaded.origins)
                 check_writable(folders)
             if launch.rank == 0:
-                lock_run(folders, config.job, lost=lambda message: heartbeat.end(f"error: {message}", status=1))
+                lock_run(folders, config.job, lost=lambda message: rank.end(f"error: {message}", status=1))
             process.keep_log(os.path.join(config.job.dump_folder, "logs"))
-            with process_group(launch, config.comm, config.job.dump_folder):
-                require_same(options_of_run(config))
+            with process_group(launch, config.comm, config.job.dump_folder, options_of_run(config)):
                 train(config, launch, process.signals)
         if config.checkpoint.last_save_in_hf and launch.rank == 0:  # the other ranks need not wait for it
             from titanlite.checkpoint.export import export_last_step
@@ -182,7 +179,7 @@ def main(argv: list[str]) -> None:
     except Exception as error:
         from titanlite.metrics.out_of_memory import explain_out_of_memory  # here, since most runs do without
 
-        watchdog.fail(explain_out_of_memory(error), heartbeat)
+        fail(explain_out_of_memory(error), rank)
     process.exit_process(0)
 
 

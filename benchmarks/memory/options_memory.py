@@ -48,7 +48,8 @@ from torch.distributed.tensor import DTensor
 from benchmarks.memory.resident_memory import map_each_tensor, reset_peak, resident_bytes
 from titanlite.config import Config, Launch, check, load
 from titanlite.config.schema import Comm
-from titanlite.launch.process_group import device_of, process_group, retain_freed_memory
+from titanlite.launch.process import retain_freed_memory
+from titanlite.launch.process_group import device_of, process_group
 from titanlite.tools.parity.training_run import TrainingRun
 
 HERE = Path(__file__).resolve().parent

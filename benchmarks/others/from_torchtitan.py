@@ -69,7 +69,7 @@ def train_and_record(folder: Path) -> None:
 def compare(exported: Path, recorded: Path) -> None:
     """Print how far titanlite's model of an exported folder is from torchtitan's."""
     from titanlite import build, config
-    from titanlite.checkpoint.checkpointer import load_weights
+    from titanlite.checkpoint.loading import load_weights
 
     (exported / "config.json").write_text(json.dumps(CONFIG, indent=1))
     loaded = config.load(["debug", "--model.flavor=from_hf", f"--model.hf_assets_path={exported}"]).config

@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 
 from titanlite.config import Launch, check, load
-from titanlite.launch.process_group import device_of, retain_freed_memory
+from titanlite.launch.process import retain_freed_memory
+from titanlite.launch.process_group import device_of
 from titanlite.metrics.devices import Device
 from titanlite.tools.calibrate.command import write
 from titanlite.tools.calibrate.measure import measure_device

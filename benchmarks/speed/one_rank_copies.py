@@ -28,8 +28,7 @@ from torch.utils._pytree import tree_iter
 from benchmarks.others.vs_torchtitan import FLAVORS, TOML
 from titanlite import build
 from titanlite.config import Launch, check, load
-from titanlite.launch.process import exit_process
-from titanlite.launch.process_group import retain_freed_memory
+from titanlite.launch.process import exit_process, retain_freed_memory
 from titanlite.tools.parity.training_run import TrainingRun
 
 COPIES = ("copy_", "_foreach_copy_", "_to_copy", "chunk_cat", "_chunk_cat", "add_")

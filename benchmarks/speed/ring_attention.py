@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titanlite.launch.process_group import retain_freed_memory
+from titanlite.launch.process import retain_freed_memory
 from titanlite.parallel.tiled_attention import TiledAttention
 from titanlite.tools.parity.process_pool import ProcessPool
 

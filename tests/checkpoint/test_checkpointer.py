@@ -18,7 +18,7 @@ from titanlite.checkpoint import checkpointer
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.reader import CheckpointReader
-from titanlite.checkpoint.run import RunCheckpoints, RunState
+from titanlite.checkpoint.run import RunState, Trained
 from titanlite.checkpoint.tensors import dequantized, model_tensors, optimizer_tensors
 from titanlite.config.schema import Checkpoint, Comm, Model, Optimizer
 from titanlite.launch.process import Signals
@@ -122,14 +122,15 @@ def test_the_state_of_a_run_has_that_of_each_part():
     assert RunState(loader, guard, groups).save() == {"guard": 1, "data": {"loader": 1}, "ft": 1}
 
 
-def test_a_step_is_saved_when_it_is_due_or_asked_for():
-    due = mock.Mock(spec=Checkpointer)
-    with mock.patch.object(dist, "get_rank", return_value=0):
-        run = RunCheckpoints(due, Checkpoint(enable=True, interval=4), nn.Module(), mock.Mock(), 10, Signals())
-        state = mock.Mock(spec=RunState)
+def test_a_step_is_saved_when_it_is_due_or_asked_for(tmp_path):
+    with mock.patch.multiple(dist, get_rank=lambda: 0, new_group=mock.Mock()):
+        trained = Trained(nn.Module(), mock.Mock(), 10, Signals())
+        options = Checkpoint(enable=True, interval=4)
+        checkpoints = Checkpointer(tmp_path, options, {}, Comm(), run=trained)
+        checkpoints.save = mock.Mock()
         for step in range(1, 11):
-            run.after_step(step, state, asked=step == 6, is_last=step == 10)
-    assert [call.args[0] for call in due.save.call_args_list] == [4, 6, 8, 10]
+            checkpoints.after_step(step, mock.Mock(spec=RunState), asked=step == 6, is_last=step == 10)
+    assert [call.args[0] for call in checkpoints.save.call_args_list] == [4, 6, 8, 10]
 
 
 def test_routers_are_saved_with_what_balances_their_experts():

@@ -21,7 +21,8 @@ from titanlite import optimizer
 from titanlite.checkpoint import checkpointer
 from titanlite.checkpoint import ranks as waiting
 from titanlite.checkpoint.checkpointer import Checkpointer
-from titanlite.checkpoint.folder import CheckpointFolder, state_of, step_folders
+from titanlite.checkpoint.folder import CheckpointFolder, state_of
+from titanlite.checkpoint.initial_weights import step_folders
 from titanlite.config import ConfigError
 from titanlite.config.errors import TrainingError
 from titanlite.launch.cli import run_command

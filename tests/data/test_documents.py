@@ -19,7 +19,7 @@ import pytest
 
 from tests.helpers.data import open_stream, rejection, rejections, source, texts_of, write
 from titanlite.config.errors import TrainingError
-from titanlite.data import documents
+from titanlite.data import documents, worker_process
 from titanlite.data.files import files_of, read_rows, segment_of
 
 pytestmark = pytest.mark.usefixtures("offline")
@@ -198,11 +198,11 @@ def test_a_footer_at_which_pyarrow_ends_its_process_is_rejected(tmp_path):
             yield path
 
     problem = f"{path}: reading its footer crashes (SIGABRT) or takes more than 1.75 GiB of memory; correct it"
-    assert rejection(lambda: list(documents.survivors(damaged()))) == problem
+    assert rejection(lambda: list(worker_process.readable_footers(damaged()))) == problem
     for line in rejections("parquet", path):
         assert line.startswith(problem)
     path.write_bytes(good)
-    assert list(documents.survivors([path])) == [path]
+    assert list(worker_process.readable_footers([path])) == [path]
 
 
 def listed(capsys: pytest.CaptureFixture[str], dataset: str, path: Path, **options: Any) -> tuple[list[str], str]:

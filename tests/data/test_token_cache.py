@@ -1,4 +1,4 @@
-"""The token cache: shards built once, by one or several processes, and damage that is found before it is read."""
+"""The token cache: shards built once, by one process or its workers, and damage that is found before it is read."""
 
 import functools
 import itertools
@@ -26,17 +26,17 @@ from tests.helpers.data import BYTES, Code, flat, rejection, some_texts, source,
 from tests.helpers.launches import wait_until
 from titanlite.config.errors import TrainingError
 from titanlite.config.loader import ConfigError
-from titanlite.data import cache_builder, shard_builder, token_cache, token_shards
+from titanlite.data import cache_builder, shard_builder, token_cache, token_shards, tokenizer_process
 from titanlite.data.documents import open_dataset
-from titanlite.data.open import open_cache
+from titanlite.data.open import build_tokenizer, open_cache
 from titanlite.data.shard_builder import is_validation_document
 from titanlite.data.source import Source
 from titanlite.data.token_cache import segments_of_shards
 from titanlite.data.token_shards import TokenCache
 from titanlite.data.tokenizer import ByteTokenizer
-from titanlite.data.worker import Worker
+from titanlite.data.worker import THREADS, Worker
 from titanlite.files import safetensors
-from titanlite.launch import process, progress
+from titanlite.launch import progress
 from titanlite.launch.folder_lock import FolderLock
 
 FILES = 6
@@ -176,7 +176,6 @@ def test_the_identity_is_of_the_tokens(dataset, tmp_path):
 
 def test_a_stopped_build_continues_where_it_was(dataset, tmp_path, monkeypatch):
     """An error in the fourth shard: the first three are not built again, and nothing else is left."""
-    monkeypatch.setattr(cache_builder.random, "randrange", lambda n: 0)
     real, built = shard_builder.build_shard, []
 
     def build(path: Path, dtype: Any, number: int, *arguments: Any) -> Any:
@@ -209,32 +208,50 @@ def test_what_a_killed_build_leaves_is_removed(dataset, tmp_path):
     assert {file.name for file in folder.iterdir()} == names
 
 
-def test_two_builders_share_the_work(dataset, tmp_path, monkeypatch):
-    """Each builds shards that the other does not, and both have the same cache."""
+def test_one_of_two_runs_builds_the_cache(dataset, tmp_path, monkeypatch, capfd):
+    """The other one waits, and reads what the first has built."""
+    monkeypatch.setattr(progress, "INTERVAL_SECONDS", 0.01)
     real, built = shard_builder.build_shard, []
 
     def build(path: Path, dtype: Any, number: int, *arguments: Any) -> Any:
-        built.append((threading.current_thread().name, number))
-        time.sleep(0.02)
+        built.append(number)
+        time.sleep(0.05)
         return real(path, dtype, number, *arguments)
 
     monkeypatch.setattr(shard_builder, "build_shard", build)
     with ThreadPoolExecutor(2) as pool:
         first, second = (pool.submit(cached, dataset, tmp_path / "cache") for _ in range(2))
         assert tokens_of(first.result(60)) == tokens_of(second.result(60))
-    numbers = [number for _, number in built]
-    assert sorted(numbers) == list(range(len(first.result().index.shards))), "one was built twice"
-    assert len({name for name, _ in built}) == 2, "one builder did nothing"
+    assert sorted(built) == list(range(len(first.result().index.shards))), "a shard was built twice"
+    assert "waiting until another run has built the token cache" in capfd.readouterr().err
     assert not [file for file in folder_of(tmp_path / "cache").iterdir() if "safetensors" not in file.name][1:]
 
 
+def test_a_run_that_has_lost_the_lock_publishes_nothing_and_waits(dataset, tmp_path, monkeypatch):
+    """Another run takes over the lock of one that is suspended. Here it builds nothing, and ends."""
+    expected = tokens_of(cached(dataset, tmp_path / "alone"))
+    real, published = shard_builder.build_shard, []
+
+    def build(path: Path, dtype: Any, number: int, *arguments: Any) -> Any:
+        lock = path.parent / "build.lock"
+        if not published:
+            taken = json.loads(lock.read_text()) | {"token": "of another", "pid": 2**30}
+            lock.write_text(json.dumps(taken))
+        published.append([file.name for file in path.parent.glob("*.safetensors")])
+        return real(path, dtype, number, *arguments)
+
+    monkeypatch.setattr(shard_builder, "build_shard", build)
+    assert tokens_of(cached(dataset, tmp_path / "cache")) == expected
+    assert published[:2] == [[], []], "the first shard was published without the lock"
+
+
 def test_what_another_run_leaves_is_built(dataset, tmp_path, monkeypatch, capfd):
-    """It has begun with a shard, and dies."""
+    """It has begun, and dies."""
     monkeypatch.setattr(progress, "INTERVAL_SECONDS", 0.01)
     expected = tokens_of(cached(dataset, tmp_path / "alone"))
     folder = tmp_path / "cache" / folder_of(tmp_path / "alone").name
     folder.mkdir(parents=True)
-    options: Any = {"name": "00002.lock", "purpose": "", "advice": "", "beat_seconds": 0.01}
+    options: Any = {"name": "build.lock", "purpose": "", "advice": "", "beat_seconds": 0.01}
     with ThreadPoolExecutor(1) as pool:
         with FolderLock(folder, lost=lambda message: None, **options):
             building = pool.submit(cached, dataset, tmp_path / "cache")
@@ -243,26 +260,25 @@ def test_what_another_run_leaves_is_built(dataset, tmp_path, monkeypatch, capfd)
         assert tokens_of(building.result(20)) == expected
 
 
-def test_worker_processes_build_the_same_cache(dataset, tmp_path, monkeypatch):
-    alone = cached(dataset, tmp_path / "alone")
-    monkeypatch.setattr(cache_builder, "THREADS", 1)
-    monkeypatch.setattr(process, "available_cores", lambda: 2)
+def test_worker_processes_build_the_same_cache(dataset, tmp_path, monkeypatch, assets):
+    tokenizer = build_tokenizer(str(assets.folder))
+    alone = cached(dataset, tmp_path / "alone", tokenizer)
+    monkeypatch.setattr(tokenizer_process, "available_cores", lambda: 2 * THREADS)
     started: list[Any] = []
-    worker = cache_builder.Worker
-    monkeypatch.setattr(cache_builder, "Worker", lambda *a, **o: started.append(worker(*a, **o)) or started[-1])
-    together = cached(dataset, tmp_path / "together")
+    worker = tokenizer_process.ShardWorker
+    monkeypatch.setattr(tokenizer_process, "ShardWorker", lambda path: started.append(worker(path)) or started[-1])
+    together = cached(dataset, tmp_path / "together", tokenizer)
     assert together.identity == alone.identity
     assert tokens_of(together) == tokens_of(alone)
     assert len(started) == 2
     assert all(each.process.poll() is not None for each in started), "a worker is left"
 
 
-def test_errors_of_worker_processes_are_those_of_the_reader(dataset, tmp_path, monkeypatch):
-    monkeypatch.setattr(cache_builder, "THREADS", 1)
-    monkeypatch.setattr(process, "available_cores", lambda: 2)
+def test_errors_of_worker_processes_are_those_of_the_reader(dataset, tmp_path, monkeypatch, assets):
+    monkeypatch.setattr(tokenizer_process, "available_cores", lambda: 2 * THREADS)
     bad = tmp_path / "files" / "3.jsonl"
     bad.write_text('{"text": "a"}\n{"text": 5}\n')
-    line = rejection(lambda: cached(dataset, tmp_path / "cache"))
+    line = rejection(lambda: cached(dataset, tmp_path / "cache", build_tokenizer(str(assets.folder))))
     assert f'{bad}, line 2: column "text" holds a value of type int' in line
 
 
@@ -636,7 +652,7 @@ def test_a_write_that_fails_leaves_no_thread_to_the_garbage_collector(dataset, t
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(shard_builder, "_blocks", fail)
-    options = shard_builder.CacheOptions(dataset, "", 0.0, None)
+    options = shard_builder.CacheOptions(dataset, 0.0, "")
     segments = list(open_dataset(dataset)[0])
     before = threading.active_count()
     with pytest.raises(OSError, match="No space left") as error:

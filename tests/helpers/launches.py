@@ -16,7 +16,7 @@ import sys
 from titanlite.config import load_values
 from titanlite.config.launch import raise_open_file_limit
 from titanlite.launch.launcher import environment_of_ranks, launch_variables
-from titanlite.launch.process import listen_as_launcher
+from titanlite.launch.other_processes import listen_as_launcher
 signals = listen_as_launcher()
 print("listening", flush=True)
 from titanlite.launch import agent

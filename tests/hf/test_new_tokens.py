@@ -20,7 +20,7 @@ from titanlite.config.hf import tokenizer_size
 from titanlite.config.hf.tokenizer_size import n_token_ids
 from titanlite.config.launch import resolve
 from titanlite.config.schema import Checkpoint, Model, Parallelism, Validation
-from titanlite.data import worker
+from titanlite.data import tokenizer_process
 from titanlite.data.hf_tokenizer import HuggingFaceTokenizer
 from titanlite.data.open import build_tokenizer, open_sequences, tokenizer_of_run
 from titanlite.data.tokenizer import Rows, encode_prompts
@@ -40,7 +40,7 @@ CHAT = MARKED.replace("<stop>", "<|turn|>")
 @pytest.fixture(autouse=True)
 def tokenizer_in_this_process(monkeypatch):
     """A process of its own takes half a second to start."""
-    monkeypatch.setattr(worker, "TokenizerProcess", HuggingFaceTokenizer)
+    monkeypatch.setattr(tokenizer_process, "TokenizerProcess", HuggingFaceTokenizer)
 
 
 def add_tokens(assets: Assets, *names: str, special: bool = True) -> None:

@@ -17,7 +17,8 @@ from titanlite.checkpoint.changed_options import changes
 from titanlite.config.loader import options_of, table_of, value_of
 from titanlite.launch import checked_config, launcher, process, same_config
 from titanlite.launch.checked_config import CHECKED_CONFIG, load_for_rank
-from titanlite.launch.same_config import name_ranks, options_of_run, require_same
+from titanlite.launch.process_group import options_of_run
+from titanlite.launch.same_config import name_ranks, require_same
 
 ROOT = Path(__file__).parents[2]
 MIXTURE = {"datasets": [{"name": "a", "dataset": "text", "dataset_path": "a", "weight": 2}, {"name": "b", "weight": 1}]}

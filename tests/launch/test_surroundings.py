@@ -16,7 +16,7 @@ from tests.test_train import SMALL
 from titanlite.config import ConfigError, Launch
 from titanlite.config.launch import require_torchft
 from titanlite.config.schema import Comm
-from titanlite.launch import agent, launcher, process, process_group, watchdog
+from titanlite.launch import agent, failure, launcher, process, process_group
 
 ROOT = Path(__file__).parents[2]
 STALE = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
@@ -56,7 +56,7 @@ def test_a_script_without_ranks_is_the_only_one(monkeypatch, capfd):
     for name, value in STALE.items():
         monkeypatch.setenv(name, value)
     with mock.patch.object(process, "exit_process"):
-        watchdog.fail(ConfigError(["one line"]), None)
+        failure.fail(ConfigError(["one line"]), None)
     assert capfd.readouterr().err == "error: one line\n"
     monkeypatch.delenv("WORLD_SIZE")
     process.prepare(is_command=False)

@@ -15,7 +15,7 @@ import pytest
 from tests.helpers.launches import wait_until
 from tests.helpers.two_nodes import ROOT, TwoNodes, reason_to_skip
 from tests.test_train import SMALL, Runs, computed, read_metrics
-from titanlite.launch.process import children
+from titanlite.launch.other_processes import children
 
 pytestmark = pytest.mark.nightly
 TIMEOUT = 6

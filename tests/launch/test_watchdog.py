@@ -10,7 +10,7 @@ from tests.helpers.launches import finish, launched
 from titanlite.config import ConfigError
 from titanlite.config.errors import TrainingError
 from titanlite.config.loader import printable
-from titanlite.launch import progress, watchdog
+from titanlite.launch import failure, progress
 
 RANK = """
 import os, signal, sys, time
@@ -19,7 +19,7 @@ from titanlite.config import ConfigError, Launch
 from titanlite.config.schema import Comm
 from titanlite.config.errors import TrainingError
 from titanlite.launch import progress
-from titanlite.launch import process, watchdog
+from titanlite.launch import failure, process, watchdog
 from titanlite.launch.progress import alive, mark
 
 process.start_rank()
@@ -41,7 +41,7 @@ def main():
     try:
         run()
     except Exception as error:
-        watchdog.fail(error, dog)
+        failure.fail(error, dog)
     process.exit_process(0)
 """
 
@@ -175,9 +175,9 @@ def test_what_ends_a_rank_is_printed_without_control_characters(error: Exception
     """The texts of other libraries' exceptions may be those of a file; those of other ranks come over the network."""
     alone = mock.Mock(**{"launch.world_size": 1})
     for dog in (None, alone):
-        alone.end = lambda message, status, **_: watchdog.process.print_to_console(message)
-        with mock.patch.object(watchdog.process, "exit_process"):
-            watchdog.fail(error, dog)
+        alone.end = lambda message, status, **_: failure.process.print_to_console(message)
+        with mock.patch.object(failure.process, "exit_process"):
+            failure.fail(error, dog)
     printed = capfd.readouterr().err
     assert r"a\x1b[2J" in printed
     assert r"\x9b" in printed
@@ -213,8 +213,8 @@ ERRORS = {
 def test_what_an_error_is_reported_as(case: str):
     error, last, status, lost = ERRORS[case]
     dog = mock.Mock(**{"launch.rank": 3, "launch.world_size": 8})
-    with mock.patch.object(watchdog.process, "exit_process"):
-        watchdog.fail(error, dog)
+    with mock.patch.object(failure.process, "exit_process"):
+        failure.fail(error, dog)
     ((message, reported), options) = dog.end.call_args
     assert message.endswith(last)
     assert (reported, options) == (status, {"lost_connection": lost})

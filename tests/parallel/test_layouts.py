@@ -24,9 +24,9 @@ from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.config.stage_split import SPLIT_BACKWARD, V_SHAPED
 from titanlite.data import loader
 from titanlite.data.loader import Batch
+from titanlite.launch.failure import BACKSTOP_SECONDS
 from titanlite.launch.process import Signals
 from titanlite.launch.process_group import set_timeout
-from titanlite.launch.watchdog import BACKSTOP_SECONDS
 from titanlite.parallel import activation_checkpoint, fsdp, mesh, parallelize, pipeline, tensor, tiles
 from titanlite.tools.parity.compare import FLOAT64_TOLERANCE, differences, tolerances
 from titanlite.tools.parity.process_pool import RankError

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlite.checkpoint.changed_options import OF_DATA, listed
 from titanlite.checkpoint.files import write_file
 from titanlite.checkpoint.folder import (
     DAMAGED,
@@ -36,25 +35,23 @@ from titanlite.checkpoint.folder import (
     complete_steps,
     state_of,
 )
-from titanlite.checkpoint.initial_weights import is_hugging_face
 from titanlite.checkpoint.manifest import MANIFEST, STATE, build_manifest
 from titanlite.checkpoint.ranks import collected_problems, with_all_ranks
-from titanlite.checkpoint.reader import CheckpointReader
+from titanlite.checkpoint.run import NoCheckpoints, RunState, Trained
 from titanlite.checkpoint.tensors import (
     Slices,
     dequantized,
-    is_on_first_rank,
-    load_quantized,
     model_tensors,
     optimizer_tensors,
     random_states,
     slices_to_save,
 )
 from titanlite.config.errors import TrainingError
-from titanlite.config.loader import ConfigError, show
+from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Checkpoint, Comm, Model
 from titanlite.files.durable import sync_folder, write_synced
-from titanlite.launch.progress import alive, progress
+from titanlite.launch.process_group import log_rank0
+from titanlite.launch.progress import alive, mark, progress
 
 GET_PAST = "to get past this step, lower optimizer.lr or training.max_norm, or raise training.nonfinite_steps_allowed"
 
@@ -63,7 +60,7 @@ class NotSavedError(TrainingError):
     """A checkpoint could not be written."""
 
 
-class Checkpointer:
+class Checkpointer(NoCheckpoints):
     """Saves and resumes the checkpoints of a run. Every rank must make the same calls.
 
     checkpoint.folder is relative to `dump_folder`. An "async" save returns once the state is copied to host memory.
@@ -79,16 +76,20 @@ class Checkpointer:
         comm: Comm,
         may_differ: Collection[str] = (),
         config: Mapping[str, Any] | None = None,
+        run: Trained | None = None,
     ):
-        self.folder, self.checkpoint, self.identity = dump_folder / checkpoint.folder, checkpoint, identity
+        super().__init__(checkpoint, run)
+        self.folder, self.identity = dump_folder / checkpoint.folder, identity
         self.may_differ, self.config, self.comm = may_differ, dict(config or {}), comm
         self.unconfirmed: list[int] = []
         """Steps of complete checkpoints that do not count as good yet."""
         self.agreed_step = math.inf
         """The last step whose replicas agreed; infinite if they are not compared."""
         self.seconds = 0.0
-        """Time that saves have stopped the training for, until `take_seconds`."""
+        """Time that saves have stopped the training for since the last `metrics`."""
         self._finite_step = 0
+        self._last_step = 0
+        """The step of the checkpoint that was saved, or resumed from, last."""
         self._saving: tuple[int, bool, Future[None], contextlib.ExitStack] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save checkpoint")
         self._host_copies: dict[str, Tensor] = {}
@@ -97,6 +98,18 @@ class Checkpointer:
         self._names = CheckpointFolder(self.folder, checkpoint.keep_latest_k)
         if dist.get_rank() == 0:
             self._names.recover()
+
+    def begin(self, options: Model, seed: int) -> dict[str, Any]:
+        mark("loading a checkpoint")
+        if not (saved := self.resume(self.run.model, self.run.optimizer)):
+            return super().begin(options, seed)
+        self._last_step = saved["step"]
+        log_rank0(f"weights    resumed after step {self._last_step} of {self.run.steps} from {self.folder}")
+        if saved["config"] and saved["config"] != self.config:
+            from titanlite.checkpoint.changed_options import changes  # here, since most runs change nothing
+
+            log_rank0(changes(saved["config"], self.config, self._last_step))
+        return saved
 
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         """Load the newest checkpoint into a model and its optimizer, and into the random generators if there are as
@@ -110,9 +123,14 @@ class Checkpointer:
             problem += f"which has {', '.join(map(str, steps)) or 'none'}; to go back, move the newer ones away, since "
             raise ConfigError([problem + "the next resume would pick them"])
         problems, damaged = list[str](), list[tuple[Path, str]]()
+        if names:
+            from titanlite.checkpoint.loading import Expected, load_checkpoint  # here, since a new run loads nothing
+
+            timeout = self.comm.init_timeout_seconds
+            expected = Expected(self.identity, self.may_differ, self.config, self.group, timeout)
         while names and (self.checkpoint.on_corrupt == "previous" or not problems):
             path = self.folder / names[-1]
-            state, problems = self._try(path, model, optimizer)
+            state, problems = load_checkpoint(path, model, optimizer, expected)
             if not problems:
                 for bad, problem in damaged if dist.get_rank() == 0 else []:  # so that no later start tries them
                     print(f"{problem}; renamed to {self._names.set_aside(bad, DAMAGED)}", flush=True)
@@ -126,48 +144,6 @@ class Checkpointer:
             problems[-1] += f"; {hint}" if names else "; no other checkpoint is left"
             raise ConfigError(problems)
         return None
-
-    def _try(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], list[str]]:
-        """Load a checkpoint. Return its state, and what is wrong with it on any rank. Raises ConfigError if it is of
-        another run."""
-        with collected_problems(self.group) as problems:
-            reader = CheckpointReader(path)
-        if problems:
-            return {}, problems
-        state, options = reader.state, {"mixture": ", set training.change_mixture_on_resume = true"}
-        if changed := listed(state["config"], self.config, OF_DATA):
-            why = "; without data of its own, validation takes validation.fraction of the documents from the training"
-            options["data"] = f" (changed: {changed}{why * ('validation.' in changed)})"
-        saved = _with_optimizer(state["identity"], state["config"])
-        own = _with_optimizer(self.identity, self.config if state["config"] else {})
-        differences = [
-            f"{path}: saved with {key} = {show(saved.get(key))}, and this run has {show(value)}; resume "
-            f"with the same{options.get(key, '')}, or start in another job.dump_folder "
-            "(checkpoint.initial_load_path loads only the weights)"
-            for key, value in {**dict.fromkeys(saved), **own}.items()
-            if saved.get(key) != value and key not in self.may_differ
-        ]
-        if differences:
-            raise ConfigError(differences)
-        return state, self._load(reader, model, optimizer)
-
-    def _load(self, reader: CheckpointReader, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-        """Load a checkpoint's tensors and return what is wrong with them on any rank."""
-        n_saved = sum(name.startswith("random.cpu.") for name in reader.shapes)
-        generators = random_states() if n_saved == dist.get_world_size() else {}  # else as this run has seeded them
-        states = optimizer_tensors(model, optimizer)
-        portable = {name: dequantized(state) for name, state in states.items()}
-        tensors = model_tensors(model) | portable
-        limits = {"group": self.group, "timeout": self.comm.init_timeout_seconds}
-        problems = _load(reader, tensors, generators, ("model.", "optimizer."), **limits)
-        if not problems:
-            for name, state in states.items():
-                if state is not portable[name]:
-                    load_quantized(state, portable[name], optimizer.store, is_square=name.endswith(".exp_avg_sq"))
-            with collected_problems(self.group, RuntimeError) as problems:
-                for name, value in generators.items():
-                    (torch.cuda if name.startswith("random.cuda.") else torch).set_rng_state(value)
-        return problems
 
     def save(
         self,
@@ -243,10 +219,29 @@ class Checkpointer:
                 self._names.publish(step)
         self._raise_unsaved(step, problems)
 
-    def poll(self) -> None:
-        """Register an asynchronous save that is done; cheap enough for every step."""
+    def after_step(self, step: int, state: RunState, *, asked: bool, is_last: bool) -> None:
+        mark("saving a checkpoint")
         if self._saving and self._saving[2].done():
             self.finish()
+        if step % self.checkpoint.interval == 0 or is_last or asked:
+            self.run.signals.answered_saves = self.run.signals.saves
+            if asked:
+                log_rank0(f"asked to save: checkpoint step-{step}")
+            self._save(step, state, is_last=is_last)
+
+    def _save(self, step: int, state: RunState, *, is_last: bool) -> None:
+        self.save(step, self.run.model, self.run.optimizer, state.save(), is_last=is_last)
+        self._last_step = step
+
+    def end(self, step: int, state: RunState, last_loss: Callable[[], float]) -> None:
+        if step != self._last_step:
+            mark("saving a checkpoint")
+            self._save(step, state, is_last=True)
+        mark("waiting for the last checkpoint")
+        self.finish()
+        if self.unconfirmed:
+            mark("testing the last checkpoint")
+            self.confirm_last(step, last_loss(), may_fail=state.guard.n_nonfinite < state.guard.n_allowed)
 
     def finish(self) -> None:
         """Wait for an asynchronous save. Raises TrainingError as `save` does."""
@@ -254,7 +249,6 @@ class Checkpointer:
             self._finish()
 
     def close(self) -> None:
-        """Wait for all background work. Raises what an asynchronous save raised."""
         self._finish()
         self._thread.shutdown()
         self._names.close()
@@ -275,14 +269,11 @@ class Checkpointer:
                 print(f"checkpoint step-{step} was not finished: {reason}", file=sys.stderr, flush=True)
             raise
 
-    def take_seconds(self) -> float:
-        """Return for how many seconds saves have stopped the training since the last call."""
+    def metrics(self) -> dict[str, float]:
         seconds, self.seconds = self.seconds, 0.0
-        return seconds
+        return {"time_metrics/checkpoint(s)": seconds}
 
     def confirm(self, step: int) -> None:
-        """Register that a step was finite: checkpoints of earlier steps are good. Cheap if there is nothing to do.
-        Raises TrainingError if one cannot be renamed."""
         self._finite_step = step
         self._confirm()
 
@@ -309,7 +300,6 @@ class Checkpointer:
         return self._from_rank0(lambda: self._set_steps_aside(steps, suffix))
 
     def after_divergence(self) -> str:
-        """Set aside the checkpoints whose weights gave no finite step. Return what to tell the user."""
         return f"; {self.set_aside(DIVERGED)}; {GET_PAST}"
 
     def confirm_last(self, step: int, loss: float, *, may_fail: bool) -> None:
@@ -385,60 +375,3 @@ class Checkpointer:
     def _raise_unsaved(self, step: int, problems: list[str]) -> None:
         if problems:
             raise NotSavedError(f"{self.folder / f'step-{step}'} could not be saved: {'; '.join(problems)}")
-
-
-def load_weights(path: Path, model: nn.Module, options: Model) -> None:
-    """Load the weights of a checkpoint, or of a Hugging Face folder, into plain tensors or this rank's shards. Every
-    rank must call it; a process without ranks may. `options` is the [model] section of the full model. Raises
-    ConfigError if the folder is not complete, is damaged or is of another model."""
-    with collected_problems() as problems:
-        if is_hf := is_hugging_face(path):
-            from titanlite.hf.load import load_hf_weights
-
-            load_hf_weights(path, model, options)
-        else:
-            reader = CheckpointReader(path)
-    if not problems and not is_hf:
-        problems = _load(reader, model_tensors(model), {}, ("model.",))
-    if problems:
-        raise ConfigError(problems)
-
-
-def _load(
-    reader: CheckpointReader,
-    tensors: Mapping[str, Tensor],
-    generators: Mapping[str, Tensor],
-    prefixes: tuple[str, ...],
-    group: dist.ProcessGroup | None = None,
-    timeout: float = 0,
-) -> list[str]:
-    """Fill this rank's shards of tensors, which on all ranks must be those of the checkpoint whose names have the
-    prefixes, and its random states (`generators`). Return what is wrong on any rank. With a group, each rank may take
-    as long as it needs, if it reads a byte within `timeout` seconds."""
-    saved = {name for name in reader.shapes if name.startswith(prefixes)}
-    own = torch.tensor(sum(is_on_first_rank(name, tensors) for name in tensors))
-    if dist.is_initialized():
-        dist.all_reduce(own, group=group)  # pipeline stages have different tensors
-    with collected_problems(group) as problems:
-        reader.check(tensors)
-        if own < len(saved):
-            problem = f"{len(saved)} tensors, and the model has {own}; it is of another model"
-            raise ConfigError([f"{reader.path}: {problem}"])
-    if not problems:
-        size = sum(entry.bytes for entry in reader.manifest.files.values())
-        description = f"loading checkpoint {reader.path.name} ({size / 2**30:.1f} GiB)"
-        is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
-        with progress(description, enabled=is_rank0), collected_problems(group) as problems:
-            wanted = {**tensors, **generators}
-            if group is None:
-                reader.load(wanted)
-            else:
-                options = {"description": f"reading {reader.path}", "group": group, "timeout": timeout}
-                with_all_ranks(lambda: reader.load(wanted), lambda: reader.bytes_read, **options)
-    return problems
-
-
-def _with_optimizer(identity: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an identity with the optimizer whose states a run saves, if its config is known."""
-    name = config.get("optimizer.name")
-    return identity | ({"optimizer.name": "Muon" if name == "Muon" else "Adam or AdamW"} if name else {})

@@ -177,20 +177,3 @@ class CheckpointFolder:
         thread = threading.Thread(target=_remove, args=(renamed,), name="delete checkpoint")
         thread.start()
         self._deleting = [other for other in self._deleting if other.is_alive()] + [thread]
-
-
-def step_folders(folder: Path, *suffixes: str) -> list[Path]:
-    """Return the checkpoints that a folder is, or that it or its folder `checkpoint` contains, oldest first. Of several
-    only the good ones count, unless other `suffixes` are given. Raises ConfigError if there is none."""
-    state = state_of(folder)
-    if state and state[1] in ("", UNCONFIRMED) and folder.is_dir():
-        return [folder]
-    reason = why_not_read(folder)
-    for place in (folder, folder / "checkpoint"):
-        found = checkpoints(place, *(suffixes or ("",)))
-        if found:
-            return found
-        unconfirmed = checkpoints(place, UNCONFIRMED)
-        if unconfirmed:
-            reason = f"; {unconfirmed[-1]}, whose weights have given no finite step yet, is read if it is named"
-    raise ConfigError([f"{folder}: expected a step-N folder, or a folder that contains one{reason}"])

@@ -59,3 +59,20 @@ def is_hugging_face(path: Path) -> bool:
     if not (has_config := (path / "config.json").exists()) and any(path.glob("model*.safetensors")):
         raise ConfigError([f"{KEY} = {show(str(path))}: has weights, but no config.json; put the model's there"])
     return has_config
+
+
+def step_folders(folder: Path, *suffixes: str) -> list[Path]:
+    """Return the checkpoints that a folder is, or that it or its folder `checkpoint` contains, oldest first. Of several
+    only the good ones count, unless other `suffixes` are given. Raises ConfigError if there is none."""
+    state = state_of(folder)
+    if state and state[1] in ("", UNCONFIRMED) and folder.is_dir():
+        return [folder]
+    reason = why_not_read(folder)
+    for place in (folder, folder / "checkpoint"):
+        found = checkpoints(place, *(suffixes or ("",)))
+        if found:
+            return found
+        unconfirmed = checkpoints(place, UNCONFIRMED)
+        if unconfirmed:
+            reason = f"; {unconfirmed[-1]}, whose weights have given no finite step yet, is read if it is named"
+    raise ConfigError([f"{folder}: expected a step-N folder, or a folder that contains one{reason}"])

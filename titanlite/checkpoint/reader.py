@@ -12,9 +12,10 @@ from torch import Tensor
 from titanlite.checkpoint.files import CheckedFile
 from titanlite.checkpoint.folder import state_of
 from titanlite.checkpoint.manifest import DTYPES, STATE, read_json, read_manifest
+from titanlite.checkpoint.tensors import plain_shard
 from titanlite.config.loader import ConfigError
 from titanlite.files.durable import Int63, Record, parse
-from titanlite.parallel.shards import Slice, local_shard, shard_slice
+from titanlite.parallel.shards import Slice, shard_slice
 
 
 class _Outliers(Record):
@@ -148,12 +149,3 @@ class CheckpointReader:
             expected = {each: (self.manifest.tensors[each].dtype, stored) for each, stored in tensors.items()}
             self._files[index] = CheckedFile(self.path / name, self.manifest.files[name], expected)
         return self._files[index]
-
-
-def plain_shard(tensor: Tensor) -> Tensor:
-    """Return this rank's shard as a plain tensor that shares its memory, also where a technique has wrapped it."""
-    local = local_shard(tensor).detach()
-    if type(local) is Tensor:
-        return local
-    inner = [getattr(local, name) for name in local.__tensor_flatten__()[0]]
-    return next(each for each in inner if each is not None and each.shape == local.shape)

@@ -7,7 +7,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from titanlite.checkpoint.reader import plain_shard
 from titanlite.parallel.shards import local_shard, n_replicas, shard_slice
 
 Slices = dict[str, tuple[Tensor, tuple[int, ...], tuple[int, ...]]]
@@ -24,6 +23,15 @@ def slices_to_save(tensors: Mapping[str, Tensor]) -> Slices:
         if saves and 0 not in size:
             slices[name] = plain_shard(tensor), offset, tuple(tensor.shape)
     return slices
+
+
+def plain_shard(tensor: Tensor) -> Tensor:
+    """Return this rank's shard as a plain tensor that shares its memory, also where a technique has wrapped it."""
+    local = local_shard(tensor).detach()
+    if type(local) is Tensor:
+        return local
+    inner = [getattr(local, name) for name in local.__tensor_flatten__()[0]]
+    return next(each for each in inner if each is not None and each.shape == local.shape)
 
 
 def _replica(tensor: DTensor) -> int:

@@ -74,6 +74,26 @@ DEPENDENT_OPTIONS = [
     Dependent(["parallelism.disable_loss_parallel", keys.ASYNC_TENSOR], keys.TENSOR, off=(1,)),
     Dependent(OF_PIPELINE, keys.PIPELINE, off=(1,)),
 ]
+GROUPS, ALONE = keys.GROUPS_ON, f"or {keys.GROUPS_ON} = false"
+EXCLUSIVE: list[tuple[str, Any, str, str]] = [
+    ("model.attention_bias", "none", keys.LATENT, 'latent attention has no biases; set "none"'),
+    ("model.qk_norm", False, keys.LATENT, "latent attention has norms of its latents; set false"),
+    ("model.attention_sinks", False, keys.LATENT, "latent attention has no sinks; set false"),
+    ("model.norm", "rms", keys.LATENT, 'latents have RMSNorm; set "rms"'),
+    ("model.attention_scale", -1, keys.LATENT, "latent attention has model.mla.mscale_all_dim instead; remove it"),
+    ("model.mlp_bias", False, keys.EXPERTS, "experts have model.moe.expert_bias instead; set false"),
+    (keys.STREAMING, False, keys.MIXTURE, f"unsupported with {keys.MIXTURE}; set false"),
+    (OFFLOAD, False, OFFLOAD_ALL, f"{OFFLOAD_ALL} keeps the states in host memory too; set one of the two"),
+    ("int8.enable", False, "float8.enable", "float8.enable = true converts the same layers; set one of them false"),
+    (keys.STREAMING, False, GROUPS, f"the position in a stream is lost with a group; set false, {ALONE}"),
+    (keys.MIXTURE, [], GROUPS, f"the losses of datasets are of one group; use one dataset, {ALONE}"),
+    (keys.EXPERTS, 0, GROUPS, f"the load of experts is balanced in one group; set 0, {ALONE}"),
+    ("debug.sdc_check_freq", 0, GROUPS, f"a step is computed again in one group only; set 0, {ALONE}"),
+    (QK_CLIP, 0, GROUPS, f"the largest logits are those of one group; set 0, {ALONE}"),
+    ("debug.fingerprint_freq", 0, GROUPS, f"fingerprints are those of one group; set 0, {ALONE}"),
+    (PRECOMPUTED, False, GROUPS, f"the scales of weights that another group sends are not known; set false, {ALONE}"),
+]
+"""An option, the only value that it may have while another option is on, that option, and the message."""
 
 
 def between_options(config: Config, changed: set[str]) -> Rejections:
@@ -101,6 +121,9 @@ def _dependent_options(config: Config, changed: set[str], reject: Rejections) ->
         for key in dependent.keys:
             if key in changed:
                 reject(key, f"read only when {switch} is {needed}; set that, or remove it", switch)
+    for key, only, switch, message in EXCLUSIVE:
+        if value_of(config, switch) and value_of(config, key) != only:
+            reject(key, message, switch)
 
 
 def _training_rules(config: Config, changed: set[str], reject: Rejections) -> None:
@@ -146,9 +169,6 @@ def _optimizer_rules(config: Config, changed: set[str], reject: Rejections) -> N
         reject(OFFLOAD, message, keys.OPTIMIZER, STATES, ROUNDING)
     if offload and keys.IMPLEMENTATION in changed:
         reject(keys.IMPLEMENTATION, f"the step with {OFFLOAD} is fused; remove it", OFFLOAD)
-    if offload and training.enable_cpu_offload:
-        message = "training.enable_cpu_offload keeps the states in host memory too; set one of the two"
-        reject(OFFLOAD, message, OFFLOAD_ALL)
     if optimizer.name == "Muon":
         _muon_rules(config, reject)
 
@@ -165,8 +185,6 @@ def _muon_rules(config: Config, reject: Rejections) -> None:
 def _low_precision_rules(config: Config, changed: set[str], reject: Rejections) -> None:
     """Reject options that contradict those of float8 or INT8, whose weight gradients sum tokens in 32 bits."""
     float8, int8 = config.float8, config.int8
-    if float8.enable and int8.enable:
-        reject("int8.enable", "float8.enable = true converts the same layers; set one of them false", "float8.enable")
     if float8.enable and float8.enable_fsdp_float8_all_gather and float8.recipe != "tensorwise":
         part = "block" if float8.recipe == "mxfp8" else "row"
         message = f"{show(float8.recipe)} has a scale per {part}, which FSDP cannot gather; set false, or "
@@ -213,15 +231,3 @@ def _fault_tolerance_rules(config: Config, changed: set[str], reject: Rejections
     elif section.min_replica_size > section.group_size:
         message = f"expected at most {keys.GROUP_SIZE} = {section.group_size}"
         reject("fault_tolerance.min_replica_size", message, keys.GROUP_SIZE, keys.GROUPS_ON)
-    unsupported = {
-        keys.STREAMING: "the position in a stream is lost with a group; set false",
-        keys.MIXTURE: "the losses of datasets are of one group; use one dataset",
-        keys.EXPERTS: "the load of experts is balanced in one group; set 0",
-        "debug.sdc_check_freq": "a step is computed again in one group only; set 0",
-        QK_CLIP: "the largest logits are those of one group; set 0",
-        "debug.fingerprint_freq": "fingerprints are those of one group; set 0",
-        PRECOMPUTED: "the scales of weights that another group sends are not known; set false",
-    }
-    for key, message in unsupported.items():
-        if value_of(config, key):
-            reject(key, f"{message}, or {keys.GROUPS_ON} = false", keys.GROUPS_ON)

@@ -66,8 +66,6 @@ def _mixture_rules(training: Training, changed: set[str], reject: Rejections) ->
     for name in DatasetOptions.model_fields:
         if f"training.{name}" in changed:
             reject(f"training.{name}", f"{keys.MIXTURE} names the datasets; remove one of the two", keys.MIXTURE)
-    if training.streaming:
-        reject(keys.STREAMING, f"unsupported with {keys.MIXTURE}; set false", keys.MIXTURE)
     datasets = training.datasets
     names = Counter(dataset.name.lower() for dataset in datasets)  # file systems and searches ignore the case
     share = next((key for key in ("weight", "tokens") if any(getattr(each, key) != -1 for each in datasets)), "")

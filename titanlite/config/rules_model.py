@@ -55,16 +55,6 @@ def _latent_attention_rules(config: Config, reject: Rejections) -> None:
     if model.n_kv_heads != model.n_heads:
         message = f"expected model.n_heads = {model.n_heads}; latent attention has keys and values of every head"
         reject("model.n_kv_heads", message, "model.n_heads", LATENT)
-    if model.attention_bias != "none":
-        reject("model.attention_bias", 'latent attention has no biases; set "none"', LATENT)
-    if model.qk_norm:
-        reject("model.qk_norm", "latent attention has norms of its latents; set false", LATENT)
-    if model.attention_sinks:
-        reject("model.attention_sinks", "latent attention has no sinks; set false", LATENT)
-    if model.norm != "rms":
-        reject("model.norm", 'latents have RMSNorm; set "rms"', LATENT)
-    if model.attention_scale != -1:
-        reject("model.attention_scale", "latent attention has model.mla.mscale_all_dim instead; remove it", LATENT)
     if any(layer.partial_rotary_factor != 1 for layer in model.of_layers()):
         message = f"{ROPE} is the number of rotated channels of latent attention; remove model.partial_rotary_factor"
         reject("model.layer_pattern" if model.layer_pattern else "model.partial_rotary_factor", message, LATENT)
@@ -86,8 +76,6 @@ def expert_rules(config: Config, changed: set[str], reject: Rejections) -> None:
         reject("model.moe.n_experts_per_token", f"expected at most {EXPERTS} = {moe.n_experts}", EXPERTS)
     else:
         _group_rules(moe, reject)
-    if model.mlp_bias:
-        reject("model.mlp_bias", "experts have model.moe.expert_bias instead; set false", EXPERTS)
     for key in ("expert_bias", "swiglu_limit"):
         if getattr(moe, key) and moe.n_shared_experts:
             message = f"shared experts have neither biases nor bounds; remove it, or model.moe.{key}"

@@ -194,7 +194,7 @@ def implied_head_dim(values: Any) -> int | None:
 
 
 class Model(Section):
-    """`flavor` names a model of titanlite/config/model_sizes.py; from_hf is the model of a Hugging Face config.json.
+    """`flavor` names a model of titanlite/config/models.toml; from_hf is the model of a Hugging Face config.json.
     Every other key overrides its value there."""
 
     flavor: Literal[(*SIZES, "from_hf")] = "debug"  # type: ignore[valid-type]
@@ -827,7 +827,7 @@ class Plan(Section):
     """This section is for `titanlite plan` and `titanlite advise`; training does not read it."""
 
     device: PathText = "h100"
-    """A name in titanlite/metrics/devices.py, or a TOML file with the same keys, as titanlite calibrate writes it."""
+    """A name in titanlite/metrics/devices.toml, or a TOML file with the same keys, as titanlite calibrate writes it."""
     devices_per_node: Union[Literal[-1], Ranks] = -1
     """Devices of a node; -1: the usual number for this device."""
     tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] = 0

@@ -1,21 +1,20 @@
 """Build the shards of a token cache that are missing or damaged.
 
-Whoever builds a cache takes one shard after another, under a lock of its own, and publishes the shard by renaming it.
-So several nodes that share the folder share the work, a build that was killed continues where it was, and a damaged
-shard is built again alone.
+One run builds a cache, under a lock, and publishes each shard by renaming it; others wait for it. So a build that was
+killed continues where it was, by whoever starts next or waits, and a damaged shard is built again alone.
 """
 
 import contextlib
 import dataclasses
 import os
 import queue
-import random
 import secrets
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 from titanlite.config.loader import ConfigError, show
 from titanlite.data import shard_builder, token_shards
@@ -23,7 +22,6 @@ from titanlite.data.files import Segment
 from titanlite.data.shard_builder import CacheOptions
 from titanlite.data.token_shards import DamagedShardError, DType, Index, Shard, shard_name
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.data.worker import THREADS, Worker
 from titanlite.files.durable import sync_folder
 from titanlite.launch import process
 from titanlite.launch.folder_lock import FolderInUse, FolderLock
@@ -35,7 +33,7 @@ MOST_SHOWN = 20
 
 @dataclasses.dataclass
 class CacheBuilder:
-    """Builds the shards of a token cache that are missing or damaged, alone or together with other runs."""
+    """Builds the shards of a token cache that are missing or damaged."""
 
     folder: Path
     dtype: DType
@@ -47,17 +45,29 @@ class CacheBuilder:
     unread: set[str] = dataclasses.field(default_factory=set)
     advances: queue.SimpleQueue[tuple[int, int]] = dataclasses.field(default_factory=queue.SimpleQueue)
     stopped: threading.Event = dataclasses.field(default_factory=threading.Event)
-    unfinished: list[contextlib.ExitStack] = dataclasses.field(default_factory=list)
-    """Removes what is there while shards are built."""
+    unfinished: set[Path] = dataclasses.field(default_factory=set)
+    """Files of shards that are being written."""
+
+    def __post_init__(self) -> None:
+        advice = "this run waits until it has built the token cache"
+        # is_held() is asked before a shard is published, so a lock that was lost needs no message.
+        self.lock = FolderLock(self.folder, "build.lock", self.option, advice, lost=lambda message: None)
 
     def build(self) -> None:
-        """Build all shards and the index. Raises ConfigError if they cannot be written."""
+        """Build all shards and the index, once no other run does. Raises ConfigError if they cannot be written."""
         process.at_exit.append(self._stop)
         try:
-            self._build_missing()
-            self._wait_for_others()
-            index = Index(dtype=self.dtype, shards=[self.shards[number] for number in range(len(self.segments))])
-            index.publish(self.folder / token_shards.INDEX)
+            for folder in (*reversed(self.folder.parents), self.folder):
+                folder.mkdir(mode=0o755, exist_ok=True)  # others may read it, and not write
+            token_shards.check_folder_trusted(self.folder)  # some file systems do not keep owners or permissions
+            index = None
+            while index is None:
+                self._wait_for_lock()
+                with contextlib.suppress(FolderInUse):  # another run took over while this process was suspended
+                    self._build_missing()
+                    index = Index(dtype=self.dtype, shards=[self.shards[n] for n in range(len(self.segments))])
+                    index.publish(self.folder / token_shards.INDEX)
+                self.lock.release()
             if names := [show(name) for name in sorted(self.unread)]:
                 more = f" and {len(names) - MOST_SHOWN:,} more" if len(names) > MOST_SHOWN else ""
                 print(f"{self.options.source}: not read of its rows: {', '.join(names[:MOST_SHOWN])}{more}", flush=True)
@@ -65,26 +75,31 @@ class CacheBuilder:
             raise ConfigError([f"{self.option}: cannot be written: {error.strerror}"]) from None
         finally:
             process.at_exit.remove(self._stop)
+            self.lock.release()
+
+    def _wait_for_lock(self) -> None:
+        with progress("waiting until another run has built the token cache"):
+            while True:
+                with contextlib.suppress(FolderInUse):
+                    return self.lock.acquire()
+                alive()
+                time.sleep(0.2)
 
     def _build_missing(self) -> None:
-        """Build the shards that are missing and that no other run builds."""
-        for folder in (*reversed(self.folder.parents), self.folder):
-            folder.mkdir(mode=0o755, exist_ok=True)  # others may read it, and not write
-        token_shards.check_folder_trusted(self.folder)  # some file systems do not keep owners or permissions
-        first = random.randrange(len(self.segments))  # nodes that share the work begin at different places
-        missing = [number for number in range(len(self.segments)) if not self._look(number)]
-        missing.sort(key=lambda number: number < first)
-        n_workers = max(1, min(len(missing), process.available_cores() // THREADS))
+        """Build the shards that are missing."""
+        self.stopped.clear()
+        for left in self.folder.glob("*.tmp"):  # by a run that was killed
+            left.unlink(missing_ok=True)
+        missing = [number for number in range(len(self.segments)) if not self._find(number)]
         total = sum(segment.bytes for number in missing for segment in self.segments[number])
         with contextlib.ExitStack() as stack:
             advance = stack.enter_context(progress("building the token cache", total=total, unit="bytes"))
-            pool = stack.enter_context(ThreadPoolExecutor(n_workers))
-            stack.push(lambda error, *_: error and self.stopped.set())  # all workers end if one has failed
-            workers = [Worker(self.options.hf_assets_path) for _ in range(n_workers)] if n_workers > 1 else []
-            for worker in workers:
-                stack.callback(worker.close)
+            workers = stack.enter_context(self.tokenizer.workers(len(missing)))
+            builders = workers or [self]
+            pool = stack.enter_context(ThreadPoolExecutor(len(builders)))
+            stack.push(lambda error, *_: error and self.stopped.set())  # all builders end if one has failed
             begin, n_tokens, unclaimed = time.monotonic(), 0, iter(missing)
-            running = {pool.submit(self._work, unclaimed, worker) for worker in workers or [self.tokenizer]}
+            running = {pool.submit(self._build_shards, unclaimed, builder) for builder in builders}
             while running:
                 finished, running = wait(running, timeout=0.1, return_when=FIRST_COMPLETED)
                 while not self.advances.empty():
@@ -97,69 +112,49 @@ class CacheBuilder:
     def _stop(self) -> None:
         """Leave complete shards only, before a signal ends the process."""
         self.stopped.set()
-        for stack in list(self.unfinished):
-            stack.close()
+        for path in list(self.unfinished):
+            path.unlink(missing_ok=True)
+        self.lock.release()
 
-    def _look(self, number: int, *, removes: bool = False) -> bool:
-        """Return whether a shard is there and has its size; `removes` removes what is damaged."""
+    def _find(self, number: int) -> bool:
+        """Return whether a shard is there and has its size; remove what is damaged."""
         path = self.folder / shard_name(number)
         try:
             self.shards[number] = shard_builder.read_shard(path, self.dtype)
         except FileNotFoundError:
             return False
         except DamagedShardError as error:
-            if removes:
-                print(f"token cache {self.folder}: {error}; it is built again", flush=True)
-                path.unlink()
+            print(f"token cache {self.folder}: {error}; it is built again", flush=True)
+            path.unlink()
             return False
         return True
 
-    def _work(self, unclaimed: Iterator[int], tokenizer: Tokenizer | Worker) -> None:
-        """Build shards that no other run builds, until none is left of an iterator that the workers share."""
+    def build_shard(self, *of_shard: Any) -> Shard:
+        """Build a shard in this process."""
+        return shard_builder.build_shard(*of_shard, self.tokenizer)
+
+    def _build_shards(self, unclaimed: Iterator[int], builder: Any) -> None:
+        """Build shards until none is left of an iterator that all builders share. Raises FolderInUse if another run has
+        taken over the lock."""
         for number in unclaimed:
             if self.stopped.is_set():
                 return
-            with contextlib.suppress(FolderInUse):
-                self._build_shard(number, tokenizer)
-
-    def _build_shard(self, number: int, tokenizer: Tokenizer | Worker) -> None:
-        """Build a shard, unless it is there by now. Raises FolderInUse if another run builds it."""
-        lock = FolderLock(
-            self.folder,
-            name=f"{number:05}.lock",
-            purpose=self.option,
-            advice="this run waits until it has built this shard of the token cache",
-            lost=lambda message: None,  # is_held() is asked before anything is published
-        )
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(lock)
-            if self._look(number, removes=True):
-                return
-            for left in self.folder.glob(f"{number:05}.*.tmp"):  # by a run that was killed
-                left.unlink(missing_ok=True)
             temporary = self.folder / f"{number:05}.{secrets.token_hex(8)}.tmp"
-            stack.callback(temporary.unlink, missing_ok=True)
-            self.unfinished.append(stack)
-            stack.callback(self.unfinished.remove, stack)
-            of_shard = temporary, self.dtype, number, self.segments[number], self.options, self._report
-            shard = shard_builder.build_in_worker(tokenizer, *of_shard)
-            if lock.is_held():  # else another run took over while this process was suspended
+            self.unfinished.add(temporary)
+            try:
+                of_shard = temporary, self.dtype, number, self.segments[number], self.options, self._report
+                shard = builder.build_shard(*of_shard)
+                if not self.lock.is_held():
+                    raise FolderInUse([f"{self.option}: another run builds the token cache"])
                 os.rename(temporary, self.folder / shard_name(number))
                 sync_folder(self.folder)
                 self.shards[number] = shard
+            finally:
+                temporary.unlink(missing_ok=True)
+                self.unfinished.remove(temporary)
 
     def _report(self, n_bytes: int, n_tokens: int, unread: list[str]) -> None:
         self.unread.update(unread)
         if self.stopped.is_set():
             raise InterruptedError
         self.advances.put((n_bytes, n_tokens))
-
-    def _wait_for_others(self) -> None:
-        """Wait for the shards that other runs build, and build what they leave."""
-        missing = [number for number in range(len(self.segments)) if number not in self.shards]
-        with progress("waiting until another run has built its shards of the token cache"):
-            while missing := [number for number in missing if not self._look(number)]:
-                with contextlib.suppress(FolderInUse):
-                    self._build_shard(missing[0], self.tokenizer)
-                alive()
-                time.sleep(0.2)

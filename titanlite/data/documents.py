@@ -1,6 +1,5 @@
 """Datasets as documents of text: the built-in text, text, JSON and parquet files, datasets of the Hugging Face hub."""
 
-import contextlib
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,7 +8,6 @@ from typing import Any
 
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.regular_file import open_file
-from titanlite.data import hub
 from titanlite.data.files import Row, Segment, errors_of, files_of, place, read_rows, segment_of
 from titanlite.data.source import Source
 
@@ -31,7 +29,7 @@ def open_dataset(source: Source) -> tuple[Iterable[Segment], str]:
         segments = [Segment("", 0, len(texts), sum(map(len, texts)))]
         fingerprint = hashlib.sha256("\0".join(texts).encode()).hexdigest()
     else:
-        dataset = hub.load(source, streaming=False)
+        dataset = _hub().load(source, streaming=False)
         segments, fingerprint = [Segment("", 0, len(dataset), dataset.data.nbytes)], dataset._fingerprint
     how = f"{source.columns}/{options.text_sample_by}/{options.special_tokens_in_text}"
     return segments, f"{options.dataset}/{fingerprint}/{how}"
@@ -45,7 +43,7 @@ def open_stream(source: Source) -> tuple[list[Segment] | Any, str]:
         segments, content = _open_files(source, with_times=False)
         stream, path = list(segments), ""
     else:
-        stream, path, content = hub.load(source, streaming=True), options.dataset_path, ""
+        stream, path, content = _hub().load(source, streaming=True), options.dataset_path, ""
     identity = [options.dataset, path, options.dataset_config, options.dataset_split, source.columns]
     return stream, hashlib.sha256(f"{identity}/{options.text_sample_by}/{content}".encode()).hexdigest()
 
@@ -67,7 +65,7 @@ def read_documents(
         texts = enumerate(_topics()[segment.begin : segment.end], segment.begin)
         rows = (Row(index, index + 1, {column: text}) for index, text in texts)
     else:
-        rows = hub.read_rows(source, segment)
+        rows = _hub().read_rows(source, segment)
     for row in rows:
         if unread is not None and len(unread) < MOST_UNREAD:
             unread.update(row.others)
@@ -85,6 +83,12 @@ def text_of(value: Any, column: str) -> str:
     return value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
+def _hub() -> Any:
+    from titanlite.data import hub  # here, since a run on files does not need it
+
+    return hub
+
+
 @functools.cache
 def _topics() -> list[str]:
     from pydoc_data.topics import topics
@@ -95,20 +99,12 @@ def _topics() -> list[str]:
 def _open_files(source: Source, *, with_times: bool) -> tuple[Iterator[Segment], str]:
     """Return the segments of a dataset's files, which are opened only as they are asked for, and _content_hash."""
     files = files_of(source)
-    readable = survivors(files) if source.training.dataset == "parquet" else files
+    readable: Iterable[Path] = files
+    if source.training.dataset == "parquet":
+        from titanlite.data.worker_process import readable_footers  # here, as most runs are on other files
+
+        readable = readable_footers(files)
     return (segment_of(source.training, file) for file in readable), _content_hash(files, with_times=with_times)
-
-
-def survivors(files: Iterable[Path]) -> Iterator[Path]:
-    """Yield the parquet files whose footers can be read, or raise an exception. They are read in another process, since
-    at some damaged ones pyarrow ends its process. Raises ConfigError for these."""
-    from titanlite.data.worker import Worker  # here, as most runs are on other files
-    from titanlite.data.worker_process import read_footer
-
-    with contextlib.closing(Worker()) as worker:
-        for file in files:
-            worker.call(read_footer, file, subject=f"{file}: reading its footer")
-            yield file
 
 
 def _content_hash(files: Sequence[Path], *, with_times: bool) -> str:

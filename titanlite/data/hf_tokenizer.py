@@ -7,7 +7,6 @@ import json
 import os
 import re
 import secrets
-import signal
 from array import array
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,15 +16,12 @@ from pydantic import PlainSerializer, PlainValidator
 
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.regular_file import read_file
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.tokenizer import BATCH, Tokenizer, restart_time_limit
 
-CHUNK, BATCH = 2**18, 2**20
-"""Characters of a text, and of all texts, that are encoded at a time: the library takes some 200 bytes for each token
-until then."""
+CHUNK = 2**18
+"""Characters of a text that are encoded at a time: the library takes some 200 bytes for each token until then."""
 OVERLAP = 2**12
 """Characters that two chunks of a text share."""
-SECONDS = 10
-"""Processor time of a batch, or of a conversation, where it is limited."""
 LARGEST_FILE = 2**27
 """Bytes of a file of a tokenizer."""
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
@@ -34,12 +30,6 @@ FILES += ("chat_template.jinja",)
 _FROM_JSON = PlainValidator(lambda text: np.frombuffer(bytearray.fromhex(str(text)), np.uint32))
 Tokens = Annotated[np.ndarray, _FROM_JSON, PlainSerializer(lambda tokens: tokens.tobytes().hex())]
 """Token ids, uint32, which are hexadecimal in a message of a worker."""
-
-
-def restart_time_limit() -> None:
-    """Begin the time limit of a worker again."""
-    if signal.getitimer(signal.ITIMER_PROF)[0]:
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)
 
 
 def reason_of(error: BaseException) -> str:

@@ -24,7 +24,7 @@ def build_tokenizer(hf_assets_path: str) -> Tokenizer:
     if not hf_assets_path:
         return ByteTokenizer()
     from titanlite.config.hf.values import how_to_download  # here, since a run on bytes needs neither
-    from titanlite.data.worker import TokenizerProcess
+    from titanlite.data.tokenizer_process import TokenizerProcess
 
     path = Path(hf_assets_path).expanduser()
     if hint := how_to_download(path):

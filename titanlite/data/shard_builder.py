@@ -19,12 +19,10 @@ import xxhash
 from titanlite.config.regular_file import open_file
 from titanlite.data import token_shards
 from titanlite.data.documents import read_documents
-from titanlite.data.files import END, Segment, place
-from titanlite.data.hf_tokenizer import BATCH, restart_time_limit
+from titanlite.data.files import END, Segment
 from titanlite.data.source import Source
 from titanlite.data.token_shards import CHECKSUM_BLOCK, HEADER, DamagedShardError, DType, Shard, Split, not_trained_bit
-from titanlite.data.tokenizer import Rows, Tokenizer, encode_documents
-from titanlite.data.worker import Worker, named, send
+from titanlite.data.tokenizer import BATCH, Rows, Tokenizer, encode_documents, restart_time_limit
 from titanlite.files.durable import checksum, sync
 
 N_SEARCHED = 100
@@ -36,10 +34,9 @@ class CacheOptions:
     """What the shards of a token cache are made of."""
 
     source: Source
-    hf_assets_path: str
     validation_fraction: float
     template: str
-    """The name of ChatTemplate; empty: documents are plain text."""
+    """What makes documents of rows, by `name_of`; empty: documents are plain text."""
     rows: Rows | None = None
     """Of a model that has fewer than the tokenizer has ids."""
 
@@ -75,6 +72,8 @@ def build_shard(
     encode: Callable[[list[Any]], list[np.ndarray]] = functools.partial(encode_documents, tokenizer, special=special)
     document_of: Callable[[dict[str, Any]], list[str]] | None = None
     if options.template:
+        from titanlite.data.worker import named  # here, since plain text needs none
+
         template = named(options.template)(tokenizer)
         encode = functools.partial(template.encode, dtype=dtype)
         document_of = functools.partial(template.document, options.source.training, unread=unread)
@@ -107,32 +106,6 @@ def build_shard(
     # wait for itself (Python 3.11).
     with ThreadPoolExecutor(2) as pool:
         return write_shard(path, dtype, documents())
-
-
-def build_in_worker(worker: Worker | Tokenizer, *arguments: Any) -> Shard:
-    """Build a shard in a worker or, with a tokenizer that is none, in this process; the other arguments are those of
-    build_shard up to `report`."""
-    if not isinstance(worker, Worker):
-        return build_shard(*arguments, worker)
-    *of_shard, options, report = arguments
-    at = "", 0
-
-    def received(kind: str, *content: Any) -> None:
-        nonlocal at
-        if kind == "report":
-            report(*content)
-        else:
-            at = content
-
-    where = {"where": lambda: f" at {place(options.source.training, *at)}, or shortly after it"}
-    return worker.call(_build_and_send, *of_shard, options, **where, received=received)
-
-
-def _build_and_send(
-    tokenizer: Tokenizer, path: Path, dtype: DType, number: int, segments: list[Segment], options: CacheOptions
-) -> Shard:
-    of_shard = path, dtype, number, segments, options
-    return build_shard(*of_shard, lambda *counts: send("report", counts), tokenizer, lambda *row: send("at", row))
 
 
 def _batches(

@@ -88,10 +88,13 @@ def open_cache(
     elif (cache := _complete_cache(folder, dtype, option, verifies=verifies)) is None:
         from titanlite.data.cache_builder import CacheBuilder  # here: most runs find a complete cache
         from titanlite.data.shard_builder import CacheOptions
-        from titanlite.data.worker import name_of
 
-        name = name_of(template) if template else ""
-        options = CacheOptions(source, tokenizer.path, validation_fraction, name, rows)
+        name = ""
+        if template:
+            from titanlite.data.worker import name_of  # here, since plain text needs none
+
+            name = name_of(template)
+        options = CacheOptions(source, validation_fraction, name, rows)
         CacheBuilder(folder, dtype, segments_of_shards(segments), options, tokenizer, option).build()
         if (cache := _complete_cache(folder, dtype, option, verifies=verifies)) is None:
             raise TrainingError(f"{option}: {folder} is damaged right after it was built")

@@ -1,11 +1,24 @@
 """Tokenizers, from text to token ids and back: what each has, and the one that a run on bytes has."""
 
-from collections.abc import Callable
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from titanlite.config.loader import ConfigError, show
+
+BATCH = 2**20
+"""Characters of all texts that are encoded at a time."""
+SECONDS = 10
+"""Processor time of a batch, or of a conversation, where it is limited."""
+
+
+def restart_time_limit() -> None:
+    """Begin the time limit of a worker again."""
+    if signal.getitimer(signal.ITIMER_PROF)[0]:
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)
 
 
 class Rows(NamedTuple):
@@ -59,6 +72,11 @@ class Tokenizer(Protocol):
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return what a function of the tokenizer returns, from the process that the tokenizer runs in."""
         return function(self, *arguments)
+
+    @contextlib.contextmanager
+    def workers(self, n_shards: int) -> Iterator[list[Any]]:
+        """Yield the processes that build shards of a token cache with this tokenizer; none: this one builds them."""
+        yield []
 
 
 class ByteTokenizer(Tokenizer):

@@ -16,14 +16,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, BinaryIO, get_type_hints
 
 from pydantic import TypeAdapter
 
 from titanlite.config.errors import TrainingError
-from titanlite.config.loader import ConfigError, show
-from titanlite.data.hf_tokenizer import SECONDS, HuggingFaceTokenizer, Tokens
+from titanlite.config.loader import ConfigError
+from titanlite.data.tokenizer import SECONDS
 
 MEMORY = 7 * 2**28
 """Bytes of data in a worker's memory, and of a message, at most."""
@@ -137,29 +136,6 @@ class Worker:
         for pipe in (self.process.stdin, self.process.stdout):
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
-
-
-class TokenizerProcess(Worker, HuggingFaceTokenizer):
-    """A Hugging Face tokenizer in a worker."""
-
-    def __init__(self, path: Path):
-        Worker.__init__(self, str(path))
-        self.prefix, self.suffix, self.eos, self.vocab_size, self.identity = self.call(_properties)
-
-    def encode_chunks(self, chunks: list[str], special: bool) -> list[Tokens]:
-        at = f" at the text {show(chunks[0][:40])}, or shortly after it"
-        return self.call(HuggingFaceTokenizer.encode_chunks, chunks, special, where=lambda: at)
-
-    def decode(self, tokens: list[int]) -> str:
-        return self.call(HuggingFaceTokenizer.decode, tokens)
-
-    def __del__(self) -> None:
-        if self.process:
-            self.close()
-
-
-def _properties(tokenizer: Any) -> tuple[list[int], list[int], int, int, str]:
-    return tokenizer.prefix, tokenizer.suffix, tokenizer.eos, tokenizer.vocab_size, tokenizer.identity
 
 
 def send(kind: str, content: Any) -> None:

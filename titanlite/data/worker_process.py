@@ -8,14 +8,15 @@ import resource
 import signal
 import sys
 import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from titanlite.config.errors import TrainingError
 from titanlite.config.loader import ConfigError
-from titanlite.data.hf_tokenizer import SECONDS, HuggingFaceTokenizer, reason_of, restart_time_limit
-from titanlite.data.tokenizer import ByteTokenizer
-from titanlite.data.worker import MEMORY, named, read, send, types_of, write
+from titanlite.data.hf_tokenizer import HuggingFaceTokenizer, reason_of
+from titanlite.data.tokenizer import SECONDS, ByteTokenizer, restart_time_limit
+from titanlite.data.worker import MEMORY, Worker, named, read, send, types_of, write
 
 
 def read_footer(_: Any, file: Path) -> None:
@@ -28,6 +29,15 @@ def read_footer(_: Any, file: Path) -> None:
             restart_time_limit()
             for column in range(metadata.num_columns):
                 metadata.row_group(group).column(column).to_dict()
+
+
+def readable_footers(files: Iterable[Path]) -> Iterator[Path]:
+    """Yield the parquet files whose footers can be read, or raise an exception. They are read in another process, since
+    at some damaged ones pyarrow ends its process. Raises ConfigError for these."""
+    with contextlib.closing(Worker()) as worker:
+        for file in files:
+            worker.call(read_footer, file, subject=f"{file}: reading its footer")
+            yield file
 
 
 def main() -> None:

@@ -25,9 +25,10 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParam
 from titanlite.config.loader import ConfigError
 from titanlite.config.regular_file import open_own
 from titanlite.launch import process
-from titanlite.launch.process import LauncherSignals, children, print_to_console, send
+from titanlite.launch.failure import RECORD_SECONDS, failure, ranks_store
+from titanlite.launch.other_processes import LauncherSignals, children, send, wait_for_end
+from titanlite.launch.process import print_to_console
 from titanlite.launch.progress import progress
-from titanlite.launch.watchdog import RECORD_SECONDS, failure, ranks_store
 
 SECONDS_AFTER_A_FAILURE = RECORD_SECONDS + 2
 """How long the ranks of this node have to end by themselves after one has failed. Then they are killed."""
@@ -65,7 +66,7 @@ class NewStores:
         if n_waiting := self.handler.num_nodes_waiting():
             ranks = children(os.getpid())
             send(ranks, signal.SIGTERM)
-            process.wait_for_end(ranks, SECONDS_TO_SAVE)
+            wait_for_end(ranks, SECONDS_TO_SAVE)
         return n_waiting
 
     def __getattr__(self, name: str) -> Any:
@@ -90,7 +91,7 @@ class Agent(LocalElasticAgent):
         failed = {rank: status for rank, pid in pids.items() if (status := status_of(pid))}
         messages = [self._record(*each) for each in failed.items()]
         if failed:  # the agent itself would send SIGTERM to the others now, and wait for half a minute
-            process.wait_for_end(pids.values(), SECONDS_AFTER_A_FAILURE)
+            wait_for_end(pids.values(), SECONDS_AFTER_A_FAILURE)
             failed = {rank: status for rank, pid in pids.items() if (status := status_of(pid))}
             send((pid for pid in pids.values() if status_of(pid) is None), signal.SIGKILL)
         result = super()._monitor_workers(worker_group)

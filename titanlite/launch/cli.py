@@ -11,7 +11,8 @@ from titanlite import __version__
 from titanlite.config.errors import TrainingError
 from titanlite.config.loader import ConfigError, did_you_mean, print_problems, printable
 from titanlite.launch import process
-from titanlite.launch.process import exit_process, listen_as_launcher
+from titanlite.launch.other_processes import listen_as_launcher
+from titanlite.launch.process import exit_process
 
 COMMANDS = {
     "train": ("titanlite.launch.launcher", "train a config on this node with as many ranks as it asks for"),

@@ -33,7 +33,8 @@ from titanlite.config.own import take_own
 from titanlite.config.reference import help_text
 from titanlite.config.schema import count_parameters
 from titanlite.launch.checked_config import CHECKED_CONFIG, write_for_ranks
-from titanlite.launch.process import ENDS_WITH_STDIN, LOG_FOLDER, STARTED_BY, available_cores, listen_as_launcher
+from titanlite.launch.other_processes import listen_as_launcher
+from titanlite.launch.process import ENDS_WITH_STDIN, LOG_FOLDER, STARTED_BY, available_cores
 
 BYTES_PER_PARAMETER = 6
 """Persistent memory of a parameter, at least: weight, exp_avg and exp_avg_sq in bfloat16."""

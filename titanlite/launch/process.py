@@ -9,25 +9,19 @@ Before a process has anything to save, the first three end it at once, with 0.
 
 import contextlib
 import ctypes
-import functools
 import io
 import math
-import multiprocessing
 import os
 import pwd
 import select
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
-from multiprocessing.context import ForkServerContext
-from pathlib import Path
+from collections.abc import Callable
 from typing import IO, Any, NoReturn
 
-from titanlite.launch.process_table import process_start_time
 from titanlite.launch.safe_path import keep_children_safe
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -110,64 +104,6 @@ class Signals:
         os._exit(status)
 
 
-class LauncherSignals(Signals):
-    """The signals that have come to a launcher, which passes them on to its ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ranks_exist = False
-        """Whether ranks have been started."""
-        self._stopped: set[int] = set()
-
-    def received(self, number: int) -> None:
-        """Pass a signal on. A hangup becomes SIGTERM; a stop before there are ranks ends the launcher."""
-        ranks = children(os.getpid())
-        self.stopping = self.stopping or number != signal.SIGUSR1
-        if self.stopping and not self.ranks_exist and not ranks:
-            self.end("asked to stop before the ranks were started: nothing to save", status=0)
-        if number in (signal.SIGINT, signal.SIGUSR1):
-            send(ranks, number)
-        if number == signal.SIGINT:
-            self._stopped.update(ranks)
-        self.pass_on()
-
-    def pass_on(self) -> None:
-        """If the launcher is to stop, send SIGTERM to the ranks that have had no signal. Called every now and then."""
-        self.ranks_exist = self.ranks_exist or bool(children(os.getpid()))
-        if self.stopping:
-            ranks = set(children(os.getpid())) - self._stopped
-            self._stopped |= ranks
-            send(ranks, signal.SIGTERM)
-
-
-@functools.cache
-def listen_as_launcher() -> LauncherSignals:
-    """Return the signals of this process, a launcher, which listens to them from now on."""
-    signals = LauncherSignals()
-    signals.listen(signals.received)
-    return signals
-
-
-def send(processes: Iterable[int], number: int) -> None:
-    """Send a signal to processes, some of which may just have ended."""
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process, number)
-
-
-def children(process: int) -> list[int]:
-    """Return the process IDs of a process's children: from /proc on Linux, from ps elsewhere."""
-    if not Path("/proc/self").exists():
-        with subprocess.Popen(["ps", "-A", "-o", "pid=,ppid="], stdout=subprocess.PIPE, text=True) as ps:
-            pairs = [tuple(map(int, line.split())) for line in ps.communicate()[0].splitlines()]
-        return [child for child, parent in pairs if parent == process and child != ps.pid]
-    pids: list[int] = []
-    for file in Path(f"/proc/{process}/task").glob("*/children"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread, or the process, has just ended
-            pids += map(int, file.read_text().split())
-    return pids
-
-
 at_exit: list[Callable[[], None]] = []
 """What is to be done before the process ends, however it does, except by SIGKILL."""
 _ending = threading.RLock()
@@ -242,6 +178,14 @@ def start_rank() -> None:
     sys.stdout, sys.stderr = UnfailingStream(sys.stdout), UnfailingStream(sys.stderr)
 
 
+def retain_freed_memory() -> None:
+    """Have glibc keep what the process frees for the next step, instead of returning every larger block to the kernel
+    and having each of its pages mapped and cleared anew. Without glibc this does nothing."""
+    with contextlib.suppress(AttributeError, OSError):
+        for parameter in (-3, -1):  # malloc.h: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+            ctypes.CDLL(None).mallopt(parameter, 2**31 - 1)
+
+
 def end_after(wait: Callable[[], object], name: str, status: int = -signal.SIGKILL) -> None:
     """Have a thread end this process, with a status or by a signal, when a call that waits for something returns."""
 
@@ -266,20 +210,6 @@ def _end_with_parent() -> None:
         end_after(wait, "parent")
     if os.getppid() != parent:  # it has ended already
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def forkserver(preload: str) -> ForkServerContext:
-    """Return the context of processes that are forked from a server that has imported a module. Ctrl-C reaches every
-    process of a terminal, and only this one is to respond: the server, and what it forks, have SIGINT blocked. The
-    server does not end before what it forks, which therefore ends by `end_after`, and not by prctl(2)."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([preload])
-    # Processes are killed in the end. What they leave is freed then, so no warning is needed.
-    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    multiprocessing.forkserver.ensure_running()
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return context
 
 
 def keep_log(folder: str) -> None:
@@ -368,13 +298,6 @@ class UnfailingStream:
             if takes_text(self._stream):
                 self._stream.write(line)
                 self._stream.flush()
-
-
-def wait_for_end(processes: Collection[int], seconds: float) -> None:
-    """Wait until processes have ended, for so many seconds at most."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and any(map(process_start_time, processes)):
-        time.sleep(0.05)
 
 
 def exit_process(status: int) -> NoReturn:

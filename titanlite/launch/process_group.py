@@ -1,21 +1,25 @@
 """The process group of all ranks: the device of each, and how long collectives may take."""
 
 import contextlib
-import ctypes
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from titanlite import __version__
 from titanlite.config import Launch
+from titanlite.config.differences import options_by_key
 from titanlite.config.launch import raise_open_file_limit
-from titanlite.config.loader import ConfigError, printable, show
+from titanlite.config.loader import ConfigError, Section, printable, show
 from titanlite.config.schema import Comm
-from titanlite.launch.watchdog import BACKSTOP_SECONDS, ranks_store
+from titanlite.config.types import MAY_DIFFER
+from titanlite.launch.failure import BACKSTOP_SECONDS, OneRank, ranks_store
+from titanlite.launch.progress import mark
 
 
 def device_of(launch: Launch) -> torch.device:
@@ -29,10 +33,27 @@ def log_rank0(message: str) -> None:
         print(printable(message, keep="\n\t"), flush=True)
 
 
+def watch(launch: Launch, comm: Comm, dump_folder: str) -> OneRank:
+    """Return what ends this rank after an error: if there are others, the Watchdog, which watches them."""
+    if launch.world_size == 1:
+        return OneRank(launch)
+    from titanlite.launch.watchdog import Watchdog  # here, since one rank watches no other
+
+    return Watchdog(launch, comm, Path(dump_folder))
+
+
+def options_of_run(config: Section) -> dict[str, Any]:
+    """Return the options that all ranks must share, by `section.key`, and the versions that they run with."""
+    options = {"titanlite": __version__, "torch": str(torch.__version__), **options_by_key(config, without=MAY_DIFFER)}
+    return options | ({"own": config.own.digest} if config.own.digest else {})
+
+
 @contextlib.contextmanager
-def process_group(launch: Launch, comm: Comm, dump_folder: str) -> Iterator[None]:
+def process_group(
+    launch: Launch, comm: Comm, dump_folder: str, options: Mapping[str, Any] | None = None
+) -> Iterator[None]:
     """Start the process group of all ranks, and destroy it after the body. After a timeout NCCL's flight recorder dumps
-    its last collectives to `dump_folder`."""
+    its last collectives to `dump_folder`. Raises ConfigError if `options`, or the package, differ between ranks."""
     device = device_of(launch)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -59,18 +80,14 @@ def process_group(launch: Launch, comm: Comm, dump_folder: str) -> Iterator[None
         store = dist.PrefixStore("torch", store)
         arguments = {"store": store, "rank": launch.rank, "world_size": launch.world_size}
     dist.init_process_group(backend, timeout=timeout, **arguments)
+    if options and launch.world_size > 1:
+        from titanlite.launch.same_config import require_same  # here, since one rank is compared with no other
+
+        require_same(options)
     yield
     # Only on success: after an exception the other ranks may never reach a barrier.
     dist.barrier()
     dist.destroy_process_group()
-
-
-def retain_freed_memory() -> None:
-    """Have glibc keep what the process frees for the next step, instead of returning every larger block to the kernel
-    and having each of its pages mapped and cleared anew. Without glibc this does nothing."""
-    with contextlib.suppress(AttributeError, OSError):
-        for parameter in (-3, -1):  # malloc.h: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
-            ctypes.CDLL(None).mallopt(parameter, 2**31 - 1)
 
 
 def set_timeout(device: torch.device, seconds: int) -> None:
@@ -95,3 +112,21 @@ def set_group_timeout(group: dist.ProcessGroup, seconds: int) -> None:
 def _backstop(seconds: int) -> timedelta:
     """Return the timeout of process groups. It is longer than the watchdog's, which tells which rank hangs."""
     return timedelta(seconds=seconds + BACKSTOP_SECONDS)
+
+
+@contextlib.contextmanager
+def compared_over_ranks() -> Iterator[Callable[..., None]]:
+    """Return a function that every rank must call with the identities of what it has opened in the body. It raises
+    ConfigError if these differ. Only the watchdog limits the wait: nodes may tokenize for hours longer than others."""
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
+
+    def compare(*own: str) -> None:
+        mark("waiting for the data of other ranks", limited=False)
+        identities: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(identities, own, group=group)
+        if others := [rank for rank, each in enumerate(identities) if each != identities[0]]:
+            problem = f"training.dataset_path: rank {others[0]} reads other data than rank 0; give all nodes the same"
+            raise ConfigError([problem])
+
+    yield compare
+    dist.destroy_process_group(group)

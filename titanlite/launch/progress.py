@@ -14,6 +14,8 @@ from datetime import timedelta
 
 from titanlite.config.loader import printable
 
+COMPILES = "forward and backward"
+"""The activity that may take long on all ranks alike, in the first step."""
 INTERVAL_SECONDS = 10.0
 """Seconds until the first line, and between two lines. Work that is shorter prints nothing."""
 

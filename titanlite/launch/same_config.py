@@ -1,34 +1,24 @@
 """All ranks must have the same config and data. Each node reads files of its own, which may be old copies."""
 
-import contextlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from titanlite import __version__
-from titanlite.config.differences import differences, options_by_key, shown
-from titanlite.config.loader import ConfigError, Section
-from titanlite.config.types import MAY_DIFFER
+from titanlite.config.differences import differences, shown
+from titanlite.config.loader import ConfigError
 from titanlite.files.durable import checksum
-from titanlite.launch.progress import mark
-
-
-def options_of_run(config: Section) -> dict[str, Any]:
-    """Return the options that all ranks must share, by `section.key`, and the versions that they run with."""
-    options = {"titanlite": __version__, "torch": str(torch.__version__), **options_by_key(config, without=MAY_DIFFER)}
-    return options | ({"own": config.own.digest} if config.own.digest else {})
 
 
 def code() -> dict[str, str]:
-    """Return a hash of each file of the package, by its path."""
+    """Return a hash of each file of the package's code and tables, by its path."""
     root = Path(__file__).parents[2]
-    return {str(path.relative_to(root)): checksum(path.read_bytes()) for path in root.glob("titanlite/**/*.py")}
+    files = [path for path in root.glob("titanlite/**/*.*") if path.suffix in (".py", ".toml")]
+    return {str(path.relative_to(root)): checksum(path.read_bytes()) for path in files}
 
 
 def require_same(options: Mapping[str, Any]) -> None:
@@ -50,7 +40,7 @@ def require_same(options: Mapping[str, Any]) -> None:
             value = different[key][1] if key in different else rank0[0].get(key)
             ranks.setdefault(shown(value), []).append(rank)
         parts.append(f"{key} = {', '.join(f'{value} on {name_ranks(each)}' for value, each in ranks.items())}")
-    what = "code" if ".py = " in parts[-1] else "config"
+    what = "code" if parts[-1].startswith("titanlite/") else "config"
     parts[8:] = [f"{len(parts) - 8} more"] if len(parts) > 9 else parts[8:]
     raise ConfigError([f"the {what} differs between ranks: {'; '.join(parts)}; start all nodes with the same {what}"])
 
@@ -62,21 +52,3 @@ def name_ranks(ranks: list[int]) -> str:
         first, *others = run
         texts.append(f"{first}-{others[-1]}" if others else f"{first}")
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"
-
-
-@contextlib.contextmanager
-def compared_over_ranks() -> Iterator[Callable[..., None]]:
-    """Return a function that every rank must call with the identities of what it has opened in the body. It raises
-    ConfigError if these differ. Only the watchdog limits the wait: nodes may tokenize for hours longer than others."""
-    group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
-
-    def compare(*own: str) -> None:
-        mark("waiting for the data of other ranks", limited=False)
-        identities: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(identities, own, group=group)
-        if others := [rank for rank, each in enumerate(identities) if each != identities[0]]:
-            problem = f"training.dataset_path: rank {others[0]} reads other data than rank 0; give all nodes the same"
-            raise ConfigError([problem])
-
-    yield compare
-    dist.destroy_process_group(group)

@@ -15,40 +15,31 @@ import json
 import math
 import os
 import queue
-import re
 import signal
 import socket
 import threading
 import time
-import traceback
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from titanlite.config import ConfigError, Launch
-from titanlite.config.errors import TrainingError
+from titanlite.config import Launch
 from titanlite.config.regular_file import open_own
 from titanlite.config.schema import Comm
 from titanlite.launch import process, progress
+from titanlite.launch.failure import RECORD_SECONDS, OneRank, failure, ranks_store
+from titanlite.launch.other_processes import children, send, wait_for_end
 from titanlite.launch.process_table import machine
 
-BACKSTOP_SECONDS = 15
-"""By how much the timeouts of process groups exceed the watchdog's, which names the rank."""
 INTERVAL_SECONDS = 1.0
 """Between two heartbeats, for up to 1,024 ranks; with more ranks less often, so that the store has 1,024 a second."""
-COMPILES = "forward and backward"
-"""The activity that may take long on all ranks alike, in the first step."""
-LOST_CONNECTION = re.compile(r"closed by peer|[Cc]onnection [a-z]+|Broken pipe|[Tt]imed out|[Tt]imeout|ncclRemoteError")
-"""In errors of gloo, NCCL and torch's store whose cause is another rank."""
-RECORD_SECONDS = 5.0
-"""How long a rank that has lost a connection waits for the failure of the rank that ended it."""
 
 
-class Watchdog:
-    """The heartbeat of one rank, and its view of the others. Without ranks it does nothing but print a failure."""
+class Watchdog(OneRank):
+    """The heartbeat of one rank, and its view of the others."""
 
     def __init__(self, launch: Launch, comm: Comm, dump_folder: Path):
-        self.launch, self.comm, self.dump_folder = launch, comm, dump_folder
+        super().__init__(launch)
+        self.comm, self.dump_folder = comm, dump_folder
         self.machine = machine()
         self.interval = max(INTERVAL_SECONDS, launch.world_size / 1024)
         self._requests: queue.Queue[tuple[dict[str, Any], queue.Queue[dict[str, Any]]]] = queue.Queue()
@@ -63,7 +54,7 @@ class Watchdog:
         return max(3 * self.interval, progress.train_timeout or self.comm.init_timeout_seconds)
 
     def __enter__(self) -> None:
-        if self.launch.world_size > 1 and "MASTER_ADDR" in os.environ:
+        if "MASTER_ADDR" in os.environ:
             self._begun = True
             process.signals.stopped = self.stopped
             for target in (self._beat, self._watch):
@@ -108,11 +99,11 @@ class Watchdog:
             process.with_deadline(self._dump_stacks)
             hanging = record["hanging"]
             if hanging.get("silent") and hanging["machine"] == self.machine and hanging["rank"] != self.launch.rank:
-                process.send([hanging["process"]], signal.SIGKILL)  # stopped, it would not end by itself
+                send([hanging["process"]], signal.SIGKILL)  # stopped, it would not end by itself
         process.clean_up()
         if record["message"]:
             if speaks and self.launch.local_world_size > 1:  # so that what this rank prints is the last line
-                process.wait_for_end({*process.children(os.getppid())} - {os.getpid()}, RECORD_SECONDS)
+                wait_for_end({*children(os.getppid())} - {os.getpid()}, RECORD_SECONDS)
             process.print_to_console(record["message"], hidden=not speaks)
         process.exit_process(record["status"])
 
@@ -217,7 +208,8 @@ class Watchdog:
             behind = [rank for rank in last if beats[rank]["limited"]] or last
             first = beats[behind[0]]
             hanging = {"rank": behind[0], **first}
-            if len(behind) == len(beats) and progress.train_timeout is None and progress.current.name == COMPILES:
+            compiles = progress.train_timeout is None and progress.current.name == progress.COMPILES
+            if len(behind) == len(beats) and compiles:
                 return None
             if len(behind) == len(beats):
                 text = f"all ranks hang at {first['activity']!r} for {first['seconds']} s"
@@ -229,48 +221,8 @@ class Watchdog:
         return self._record(f"error: {text}; Python stacks: {self.dump_folder}/stacks", kind="hang", hanging=hanging)
 
 
-def fail(error: Exception, watchdog: Watchdog | None) -> None:
-    """End this process because of an error: on one line if it is of the config or the training, else with its
-    traceback. Before there is a watchdog every rank finds the same problems, and the first of each node prints them."""
-    status = 2 if isinstance(error, ConfigError) else 1
-    lost_connection = isinstance(error, RuntimeError) and bool(LOST_CONNECTION.search(f"{error}"))
-    where = f"rank {watchdog.launch.rank} on {socket.gethostname()}" if watchdog else "a rank"
-    if isinstance(error, ConfigError):
-        message = "\n".join(f"error: {problem}" for problem in error.problems)
-    elif isinstance(error, TrainingError):
-        message = f"error: {error}"
-    elif lost_connection:
-        reason = re.sub(r"^\[.*?\] ", "", f"{error}").partition("\nException raised from")[0]  # no C++ sources
-        message = f"error: {where} has lost another rank, which has died or does not answer: {reason}"
-    else:
-        message = "".join(traceback.format_exception(error)).rstrip()
-        if watchdog and watchdog.launch.world_size > 1:
-            message = f"error: {where}:\n{message}"
-    if watchdog:
-        watchdog.end(message, status, lost_connection=lost_connection)
-    if status == 1 or os.environ.get("LOCAL_RANK", "0") == "0" or "TORCHELASTIC_RUN_ID" not in os.environ:
-        process.print_to_console(message)
-    process.exit_process(status)
-
-
 def _where(rank: int, beat: dict[str, Any]) -> str:
     return f"rank {rank} on {beat['node']} (process {beat['process']})"
-
-
-def failure(rank: int, message: str, status: int = 1) -> dict[str, Any]:
-    """Return what is recorded of a rank that has failed, for all ranks to end with; an empty message is not printed."""
-    return {"rank": rank, "machine": machine(), "status": status, "message": message, "kind": "error"}
-
-
-def ranks_store(address: str, port: int | str, timeout_seconds: float) -> Any:
-    """Return a connection to the store of the ranks that were started together (torch.distributed.Store)."""
-    import torch.distributed as dist  # here: the import takes seconds
-
-    timeout = timedelta(seconds=timeout_seconds)
-    store = dist.TCPStore(address, int(port), is_master=False, timeout=timeout, wait_for_workers=False)
-    # The launcher's agent has a new store for each attempt; torchrun's keeps one, also for ranks before a restart.
-    attempt = "0" if process.STARTED_BY in os.environ else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"titanlite/{attempt}", store)
 
 
 def _dump_flight_recorder(path: Path) -> None:

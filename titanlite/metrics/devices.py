@@ -1,15 +1,16 @@
-"""Accelerators by name: their data sheets' peak rates, memory and bandwidths.
+"""Accelerators by name: their data sheets' peak rates, memory and bandwidths, from devices.toml.
 
-The plan and the MFU of a run read the same table. To add a device, add a line with its source; a private one can be a
-TOML file with the keys of `Device`, named by `plan.device`.
+The plan and the MFU of a run read the same table. A private device can be a TOML file with the keys of `Device`, named
+by `plan.device`.
 """
 
 import itertools
+from pathlib import Path
 from typing import Annotated, Literal, Union
 
 from pydantic import AfterValidator, Field
 
-from titanlite.config.loader import Section
+from titanlite.config.loader import Section, read_toml
 
 Rate = Annotated[float, Field(ge=1e-18, le=1e30)]  # with these bounds no quotient is 0 or infinite
 TwoRates = Annotated[list[Rate], Field(min_length=2, max_length=2)]
@@ -110,51 +111,10 @@ class Device(Section):
     """What `titanlite calibrate` has measured; None: the plan uses the rates above."""
 
 
-# fmt: off
-def _device(
-    architecture: str, bf16: float, fp8: float, fp32: float, gib: float,
-    memory: float, interconnect: float, network: float, host: float, host_memory: float, watts: float,
-    name_pattern: str, source: str, devices_per_node: int = 8, kind: str = "gpu",
-) -> Device:
-    """Build a device from TFLOP/s, GiB, TB/s of memory, and GB/s of interconnect, network, the link to the host and the
-    host's memory."""
-    if kind == "gpu":
-        source = f"{'AMD' if architecture == 'cdna3' else 'NVIDIA'} {name_pattern} data sheet, {source}"
-    return Device(
-        bf16=bf16 * 1e12, fp8=fp8 * 1e12, fp32=fp32 * 1e12, memory=gib * 2**30, memory_bandwidth=memory * 1e12,
-        interconnect_bandwidth=interconnect * 1e9, network_bandwidth=network * 1e9,
-        host_bandwidth=host * 1e9, host_memory_bandwidth=host_memory * 1e9, watts=watts,
-        devices_per_node=devices_per_node, source=source, name_pattern=name_pattern, kind=kind,
-        architecture=architecture,
-    )
-
-
-# fp32 is the rate of tensor cores in TF32 where torch does not use them by default, so it is that of the other cores.
-# Memory is what the driver reports, some hundred MiB under the nominal figure. Interconnects count one direction, half
-# of what vendors print, and so do links to the host (PCIe 4 or 5 x16, or NVLink-C2C). Host memory is that of two usual
-# CPUs of the year, shared by the devices of a node. A network of one 400 Gbit/s adapter per device (200 for A100) is
-# usual in nodes of eight.
-DEVICES: dict[str, Device] = {
-    #                   architecture bf16   fp8  fp32    GiB   TB/s GB/s GB/s GB/s GB/s watts
-    "a100_40":   _device("ampere",    312,    0, 19.5,  39.4, 1.555, 300, 25,  32,  51,  400, "A100-SXM4-40", "2021"),
-    "a100_80":   _device("ampere",    312,    0, 19.5,  79.2, 2.039, 300, 25,  32,  51,  400, "A100", "2021"),
-    "h100_pcie": _device("hopper",    756, 1513, 51.0,  79.2, 2.000,  64, 50,  64,  77,  350, "H100 PCIe", "2023"),
-    "h100_nvl":  _device("hopper",    835, 1671, 60.0,  93.1, 3.900, 300, 50,  64,  77,  400, "H100 NVL", "2024"),
-    "h100":      _device("hopper",    989, 1979, 67.0,  79.2, 3.350, 450, 50,  64,  77,  700, "H100", "2023"),
-    # A superchip is a GPU or two with a Grace CPU, whose memory and power are not counted. Bridges join four H200 NVL.
-    "gh200":     _device("hopper",    989, 1979, 67.0,  94.5, 4.000, 450, 50, 450, 384,  700, "GH200", "2024", 4),
-    "h200_nvl":  _device("hopper",    835, 1671, 60.0, 139.8, 4.800, 450, 50,  64,  77,  600, "H200 NVL", "2024", 4),
-    "h200":      _device("hopper",    989, 1979, 67.0, 139.8, 4.800, 450, 50,  64,  77,  700, "H200", "2024"),
-    "gb200":     _device("blackwell", 2500, 5000, 80.0, 184.3, 8.000, 900, 50, 225, 256, 1200, "GB200", "2024", 72),
-    "b200":      _device("blackwell", 2250, 4500, 75.0, 178.4, 7.700, 900, 50,  64,  77, 1000, "B200", "2024"),
-    "mi300x":    _device("cdna3",    1307, 2615, 163., 191.7, 5.300, 448, 50,  64, 115,  750, "MI300X", "2023"),
-    "l40s":      _device("ada",       362,  733, 91.6,  44.4, 0.864,  32, 25,  32,  77,  350, "L40S", "2023"),
-    # The data sheet is the whitepaper of the architecture.
-    "rtx_4090":  _device("ada",       165,  330, 82.6,  23.6, 1.008,  32, 25,  32,  51,  450, "RTX 4090", "2022"),
-    # Two cores of a server, one rank per core, for plans of the machine where one develops.
-    "cpu":       _device("hopper",   0.15,    0, 0.15,   8.0, 0.020,   5,  1,   5,  10, 15, "", "a product", 64, "cpu"),
+DEVICES = {
+    name: Device.model_validate(values)
+    for name, values in read_toml(str(Path(__file__).with_name("devices.toml"))).items()
 }
-# fmt: on
 
 
 def find_by_gpu_name(name: str) -> Device | None:

@@ -22,7 +22,6 @@ from titanlite.config.regular_file import open_own, read_file
 from titanlite.config.schema import Metrics
 from titanlite.files.appended_file import AppendedFile, report
 from titanlite.files.durable import replace_file
-from titanlite.metrics.devices import find_by_gpu_name
 
 VALIDATION_LOSS = "validation_metrics/global_avg_loss"
 
@@ -36,6 +35,8 @@ class PeakFlops:
         self.flops, self.source = 0.0, "none on a CPU"
         if device.type != "cuda":
             return
+        from titanlite.metrics.devices import find_by_gpu_name  # here, since a CPU is in no table
+
         name, n = torch.cuda.get_device_name(device), 8192
         if dtype == torch.bfloat16 and (known := find_by_gpu_name(name)):
             self.flops = known.bf16

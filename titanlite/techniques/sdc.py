@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.folder import SUSPECT
-from titanlite.checkpoint.reader import plain_shard
+from titanlite.checkpoint.tensors import plain_shard
 from titanlite.config.errors import TrainingError
 from titanlite.data.loader import Batch
 from titanlite.launch.progress import alive

@@ -11,7 +11,8 @@ Exit status: 0 all that a start may resume from are complete and undamaged; 2 on
 import time
 from pathlib import Path
 
-from titanlite.checkpoint.folder import SET_ASIDE, UNCONFIRMED, checkpoints, state_of, step_folders
+from titanlite.checkpoint.folder import SET_ASIDE, UNCONFIRMED, checkpoints, state_of
+from titanlite.checkpoint.initial_weights import step_folders
 from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.config.loader import ConfigError, print_problems
 from titanlite.launch.progress import progress

@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
             raise ConfigError([f"{problem}; --help tells more"])
     import torch  # here, so that --help and wrong arguments do not wait for it
 
-    from titanlite.launch.process_group import process_group
+    from titanlite.launch.process_group import options_of_run, process_group
     from titanlite.tools.generate.folder import open_folder
 
     folder = open_folder(arguments.folder)
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
     loaded = load_values(values, str(folder.path), [f"--training.{k}={v}" for k, v in given.items()] + overrides)
     launch = Launch.from_environment(torch.cuda.device_count())
     config, tokenizer = check(loaded, launch), folder.tokenizer(arguments.tokenizer)
-    with process_group(launch, config.comm, "."):
+    with process_group(launch, config.comm, ".", options_of_run(config)):
         loss, n_sequences = evaluate(config, launch, folder, tokenizer)
     if launch.rank == 0:
         print(f"{folder.path}: {n_sequences:,} sequences of {config.training.seq_len} tokens")
@@ -86,10 +86,8 @@ def evaluate(config: Any, launch: Launch, folder: Any, tokenizer: Any) -> tuple[
     from titanlite import build
     from titanlite.launch.process_group import device_of
     from titanlite.launch.progress import progress
-    from titanlite.launch.same_config import options_of_run, require_same
     from titanlite.parallel import mesh
 
-    require_same(options_of_run(config))
     sequences = open_sequences(tokenizer, config.training, builds_cache=launch.local_rank == 0)
     device = device_of(launch)
     layout = mesh.build_layout(config.parallelism, device)

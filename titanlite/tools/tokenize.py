@@ -3,7 +3,7 @@
     titanlite tokenize CONFIG [--section.key=value ...] [--verify]
 
 Builds what is missing of the token cache in training.cache_folder, for training and for validation. A build that is
-stopped continues where it was. Several machines that share the folder share the work, if each runs this command.
+stopped continues where it was. Of several machines that share the folder one builds, and the others wait for it.
 Prints the documents, the tokens, the bytes of text per token, and the steps of an epoch and the epochs of the config;
 of a mixture, the epochs and the share of each dataset.
 --verify also reads every token and compares it with its checksum; what is damaged is built again.

@@ -22,7 +22,8 @@ from titanlite.data import shard_builder, token_shards
 from titanlite.data.documents import Source, open_dataset
 from titanlite.data.open import build_tokenizer
 from titanlite.data.token_shards import not_trained_bit
-from titanlite.data.worker import Worker, name_of
+from titanlite.data.tokenizer_process import ShardWorker
+from titanlite.data.worker import name_of
 from titanlite.loss import IGNORED
 from titanlite.techniques.data import chat_template
 from titanlite.techniques.data.chat_template import ChatTemplate, encode_questions
@@ -370,7 +371,7 @@ def test_all_turns_of_a_row_are_in_one_split(template, tmp_path):
     own = template(KEEPS_LAST)
     file = write_rows(tmp_path / "a.jsonl", [{"messages": REASONING}] * 8)
     options = training(dataset="json", dataset_path=str(file), dataset_format="messages")
-    work = shard_builder.CacheOptions(Source(options), own.tokenizer.path, 0.5, name_of(ChatTemplate))
+    work = shard_builder.CacheOptions(Source(options), 0.5, name_of(ChatTemplate))
     segments = list(open_dataset(Source(options))[0])
     arguments = (tmp_path / "b", "uint16", 0, segments, work, lambda *counts: None)
     shard = shard_builder.build_shard(*arguments, own.tokenizer)
@@ -513,11 +514,11 @@ def test_other_processes_build_the_same_shards(template, tmp_path):
     own = template(PLAIN)
     file = write_rows(tmp_path / "a.jsonl", [{"messages": messages} for messages in CONVERSATIONS])
     options = training(dataset="json", dataset_path=str(file), dataset_format="messages")
-    work = shard_builder.CacheOptions(Source(options), own.tokenizer.path, 0.0, name_of(ChatTemplate))
+    work = shard_builder.CacheOptions(Source(options), 0.0, name_of(ChatTemplate))
     segments = list(open_dataset(Source(options))[0])
-    worker = Worker(own.tokenizer.path)
+    worker = ShardWorker(own.tokenizer.path)
     try:
-        shard = shard_builder.build_in_worker(worker, tmp_path / "a", "uint16", 0, segments, work, lambda *counts: None)
+        shard = worker.build_shard(tmp_path / "a", "uint16", 0, segments, work, lambda *counts: None)
     finally:
         worker.close()
     arguments = (tmp_path / "b", "uint16", 0, segments, work, lambda *counts: None)

@@ -19,7 +19,7 @@ from tests.helpers.cases import cases
 from tests.helpers.checkpoint import write_checkpoint
 from tests.helpers.config import problems, python
 from tests.helpers.hf import CPU, FAMILIES, WITH_EXPERTS, build_hf, empty_model, save_hf
-from titanlite.checkpoint.checkpointer import load_weights
+from titanlite.checkpoint.loading import load_weights
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config import ConfigError, Launch
 from titanlite.config.loader import printable

@@ -37,9 +37,9 @@ class Task:
     """A model to train, and the devices to train it on.
 
     Attributes:
-        flavor: named size of titanlite/config/model_sizes.py.
+        flavor: named size of titanlite/config/models.toml.
         sequences: of an optimizer step; the same for every layout, so that their throughput can be compared.
-        device_name: in titanlite/metrics/devices.py, or a TOML file.
+        device_name: in titanlite/metrics/devices.toml, or a TOML file.
         float8: whether to try float8 too.
     """
 

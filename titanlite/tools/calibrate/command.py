@@ -66,7 +66,8 @@ def calibrate(launch: Launch, file: Path, folder: Path | None) -> None:
     # Here, since it takes seconds to import torch, and --help and wrong arguments need none.
     from rich.console import Console
 
-    from titanlite.launch.process_group import device_of, process_group, retain_freed_memory
+    from titanlite.launch.process import retain_freed_memory
+    from titanlite.launch.process_group import device_of, process_group
     from titanlite.tools.calibrate.measure import measure_device
 
     begin = time.monotonic()

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from titanlite.checkpoint.checkpointer import load_weights
 from titanlite.checkpoint.export import config_file_of_run, model_options, read_config, value_of_run
-from titanlite.checkpoint.folder import step_folders
+from titanlite.checkpoint.initial_weights import step_folders
+from titanlite.checkpoint.loading import load_weights
 from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.config.hf.values import how_to_download, read_json_object, token_ids
 from titanlite.config.loader import ConfigError

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from titanlite.config import Config, ConfigError, Launch
-from titanlite.launch.process import end_after, forkserver
+from titanlite.launch.process import end_after
 from titanlite.launch.progress import progress
+from titanlite.tools.forkserver import forkserver
 from titanlite.tools.parity.reference import Trace
 from titanlite.tools.parity.training_run import run_layout
 

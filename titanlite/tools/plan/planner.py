@@ -19,10 +19,11 @@ from titanlite.config.loader import ConfigError, LoadedConfig
 from titanlite.config.schema import stage_modules
 from titanlite.config.stage_split import module_names, rank_of_stage
 from titanlite.launch.launcher import ranks_wanted
-from titanlite.launch.process import end_after, forkserver
+from titanlite.launch.process import end_after
 from titanlite.launch.progress_bar import progress_bar
 from titanlite.metrics import devices
 from titanlite.metrics.flops import flops_per_token
+from titanlite.tools.forkserver import forkserver
 from titanlite.tools.plan.cost_model import GROUPS, CostModel
 from titanlite.tools.plan.dry_run import DryRun, checkpointing_period, dry_run
 from titanlite.tools.plan.find_device import find_device

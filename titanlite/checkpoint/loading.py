@@ -1,0 +1,141 @@
+"""Loading a checkpoint into a run that resumes from it, under any layout, and loading weights without the rest."""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titanlite.checkpoint.changed_options import OF_DATA, listed
+from titanlite.checkpoint.initial_weights import is_hugging_face
+from titanlite.checkpoint.ranks import collected_problems, with_all_ranks
+from titanlite.checkpoint.reader import CheckpointReader
+from titanlite.checkpoint.tensors import (
+    dequantized,
+    is_on_first_rank,
+    load_quantized,
+    model_tensors,
+    optimizer_tensors,
+    random_states,
+)
+from titanlite.config.loader import ConfigError, show
+from titanlite.config.schema import Model
+from titanlite.launch.progress import progress
+
+
+class Expected(NamedTuple):
+    """What a run that resumes has: see Checkpointer."""
+
+    identity: dict[str, Any]
+    may_differ: Collection[str]
+    config: Mapping[str, Any]
+    group: dist.ProcessGroup
+    timeout: float
+    """Seconds within which each rank must read a byte."""
+
+
+def load_checkpoint(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, expected: Expected
+) -> tuple[dict[str, Any], list[str]]:
+    """Load a checkpoint. Return its state, and what is wrong with it on any rank. Raises ConfigError if it is of
+    another run."""
+    with collected_problems(expected.group) as problems:
+        reader = CheckpointReader(path)
+    if problems:
+        return {}, problems
+    state, options = reader.state, {"mixture": ", set training.change_mixture_on_resume = true"}
+    if changed := listed(state["config"], expected.config, OF_DATA):
+        why = "; without data of its own, validation takes validation.fraction of the documents from the training"
+        options["data"] = f" (changed: {changed}{why * ('validation.' in changed)})"
+    saved = _with_optimizer(state["identity"], state["config"])
+    own = _with_optimizer(expected.identity, expected.config if state["config"] else {})
+    differences = [
+        f"{path}: saved with {key} = {show(saved.get(key))}, and this run has {show(value)}; resume "
+        f"with the same{options.get(key, '')}, or start in another job.dump_folder "
+        "(checkpoint.initial_load_path loads only the weights)"
+        for key, value in {**dict.fromkeys(saved), **own}.items()
+        if saved.get(key) != value and key not in expected.may_differ
+    ]
+    if differences:
+        raise ConfigError(differences)
+    return state, _load(reader, model, optimizer, expected)
+
+
+def _load(
+    reader: CheckpointReader, model: nn.Module, optimizer: torch.optim.Optimizer, expected: Expected
+) -> list[str]:
+    """Load a checkpoint's tensors and return what is wrong with them on any rank."""
+    n_saved = sum(name.startswith("random.cpu.") for name in reader.shapes)
+    generators = random_states() if n_saved == dist.get_world_size() else {}  # else as this run has seeded them
+    states = optimizer_tensors(model, optimizer)
+    portable = {name: dequantized(state) for name, state in states.items()}
+    tensors = model_tensors(model) | portable
+    limits = {"group": expected.group, "timeout": expected.timeout}
+    problems = load_tensors(reader, tensors, generators, ("model.", "optimizer."), **limits)
+    if not problems:
+        for name, state in states.items():
+            if state is not portable[name]:
+                load_quantized(state, portable[name], optimizer.store, is_square=name.endswith(".exp_avg_sq"))
+        with collected_problems(expected.group, RuntimeError) as problems:
+            for name, value in generators.items():
+                (torch.cuda if name.startswith("random.cuda.") else torch).set_rng_state(value)
+    return problems
+
+
+def load_weights(path: Path, model: nn.Module, options: Model) -> None:
+    """Load the weights of a checkpoint, or of a Hugging Face folder, into plain tensors or this rank's shards. Every
+    rank must call it; a process without ranks may. `options` is the [model] section of the full model. Raises
+    ConfigError if the folder is not complete, is damaged or is of another model."""
+    with collected_problems() as problems:
+        if is_hf := is_hugging_face(path):
+            from titanlite.hf.load import load_hf_weights
+
+            load_hf_weights(path, model, options)
+        else:
+            reader = CheckpointReader(path)
+    if not problems and not is_hf:
+        problems = load_tensors(reader, model_tensors(model), {}, ("model.",))
+    if problems:
+        raise ConfigError(problems)
+
+
+def load_tensors(
+    reader: CheckpointReader,
+    tensors: Mapping[str, Tensor],
+    generators: Mapping[str, Tensor],
+    prefixes: tuple[str, ...],
+    group: dist.ProcessGroup | None = None,
+    timeout: float = 0,
+) -> list[str]:
+    """Fill this rank's shards of tensors, which on all ranks must be those of the checkpoint whose names have the
+    prefixes, and its random states (`generators`). Return what is wrong on any rank. With a group, each rank may take
+    as long as it needs, if it reads a byte within `timeout` seconds."""
+    saved = {name for name in reader.shapes if name.startswith(prefixes)}
+    own = torch.tensor(sum(is_on_first_rank(name, tensors) for name in tensors))
+    if dist.is_initialized():
+        dist.all_reduce(own, group=group)  # pipeline stages have different tensors
+    with collected_problems(group) as problems:
+        reader.check(tensors)
+        if own < len(saved):
+            problem = f"{len(saved)} tensors, and the model has {own}; it is of another model"
+            raise ConfigError([f"{reader.path}: {problem}"])
+    if not problems:
+        size = sum(entry.bytes for entry in reader.manifest.files.values())
+        description = f"loading checkpoint {reader.path.name} ({size / 2**30:.1f} GiB)"
+        is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
+        with progress(description, enabled=is_rank0), collected_problems(group) as problems:
+            wanted = {**tensors, **generators}
+            if group is None:
+                reader.load(wanted)
+            else:
+                options = {"description": f"reading {reader.path}", "group": group, "timeout": timeout}
+                with_all_ranks(lambda: reader.load(wanted), lambda: reader.bytes_read, **options)
+    return problems
+
+
+def _with_optimizer(identity: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an identity with the optimizer whose states a run saves, if its config is known."""
+    name = config.get("optimizer.name")
+    return identity | ({"optimizer.name": "Muon" if name == "Muon" else "Adam or AdamW"} if name else {})

@@ -1,0 +1,81 @@
+"""A Hugging Face tokenizer, and the tokenization of shards by it, in processes of their own (worker.py)."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from titanlite.config.loader import show
+from titanlite.data.files import Segment, place
+from titanlite.data.hf_tokenizer import HuggingFaceTokenizer, Tokens
+from titanlite.data.shard_builder import CacheOptions, build_shard
+from titanlite.data.token_shards import DType, Shard
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.worker import THREADS, Worker, send
+from titanlite.launch.process import available_cores
+
+
+class ShardWorker(Worker):
+    """Builds shards of a token cache in a process of its own."""
+
+    def build_shard(
+        self,
+        path: Path,
+        dtype: DType,
+        number: int,
+        segments: list[Segment],
+        options: CacheOptions,
+        report: Callable[[int, int, list[str]], None],
+    ) -> Shard:
+        """Build a shard there, as shard_builder.build_shard does."""
+        at = "", 0
+
+        def received(kind: str, *content: Any) -> None:
+            nonlocal at
+            if kind == "report":
+                report(*content)
+            else:
+                at = content
+
+        where = {"where": lambda: f" at {place(options.source.training, *at)}, or shortly after it"}
+        return self.call(_build_and_send, path, dtype, number, segments, options, **where, received=received)
+
+
+class TokenizerProcess(ShardWorker, HuggingFaceTokenizer):
+    """A Hugging Face tokenizer in a worker."""
+
+    def __init__(self, path: Path):
+        Worker.__init__(self, str(path))
+        self.prefix, self.suffix, self.eos, self.vocab_size, self.identity = self.call(_properties)
+
+    def encode_chunks(self, chunks: list[str], special: bool) -> list[Tokens]:
+        at = f" at the text {show(chunks[0][:40])}, or shortly after it"
+        return self.call(HuggingFaceTokenizer.encode_chunks, chunks, special, where=lambda: at)
+
+    def decode(self, tokens: list[int]) -> str:
+        return self.call(HuggingFaceTokenizer.decode, tokens)
+
+    @contextlib.contextmanager
+    def workers(self, n_shards: int) -> Iterator[list[ShardWorker]]:
+        """Yield the processes that build shards: this tokenizer's, or some that have THREADS cores each."""
+        n_workers = min(n_shards, available_cores() // THREADS)
+        with contextlib.ExitStack() as stack:
+            workers = [ShardWorker(self.path) for _ in range(n_workers)] if n_workers > 1 else []
+            for worker in workers:
+                stack.callback(worker.close)
+            yield workers or [self]
+
+    def __del__(self) -> None:
+        if self.process:
+            self.close()
+
+
+def _properties(tokenizer: Any) -> tuple[list[int], list[int], int, int, str]:
+    return tokenizer.prefix, tokenizer.suffix, tokenizer.eos, tokenizer.vocab_size, tokenizer.identity
+
+
+def _build_and_send(
+    tokenizer: Tokenizer, path: Path, dtype: DType, number: int, segments: list[Segment], options: CacheOptions
+) -> Shard:
+    of_shard = path, dtype, number, segments, options
+    return build_shard(*of_shard, lambda *counts: send("report", counts), tokenizer, lambda *row: send("at", row))
