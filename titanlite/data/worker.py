@@ -77,13 +77,11 @@ class Worker:
     """Calls functions on a tokenizer, that of bytes by default, in a process of its own, which ends when this one
     does."""
 
-    process: Any = None
-
     def __init__(self, hf_assets_path: str = ""):
         environment = dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS"), str(THREADS))
         environment |= {"TOKENIZERS_PARALLELISM": "true", "ARROW_DEFAULT_MEMORY_POOL": "system"}  # no large arenas
         self.path, self._lock = hf_assets_path, threading.Lock()
-        self.process = subprocess.Popen(
+        self.process: Any = subprocess.Popen(
             [sys.executable, "-m", "titanlite.data.worker_process", hf_assets_path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -152,10 +150,6 @@ class TokenizerProcess(Worker, HuggingFaceTokenizer):
 
     def decode(self, tokens: list[int]) -> str:
         return self.call(HuggingFaceTokenizer.decode, tokens)
-
-    def __del__(self) -> None:
-        if self.process:
-            self.close()
 
 
 def _properties(tokenizer: Any) -> tuple[list[int], list[int], int, int, str]:
