@@ -427,7 +427,9 @@ def conversations(own: HuggingFaceTokenizer, templates: Collection[str]) -> Iter
                 case = f"conversation, {template}"
 
                 def tokens(messages: Any = messages, tools: Any = tools, chat: Any = chat) -> list[int]:
-                    return (chat.encode([chat.conversation(messages, tools)], "uint32")[0] & 0x7FFFFFFF).tolist()
+                    return (
+                        chat.encode(chat.conversations(Row(messages, tools))[-1:], "uint32")[0] & 0x7FFFFFFF
+                    ).tolist()
 
                 def expected(messages: Any = messages, tools: Any = tools, **options: Any) -> list[int]:
                     return own.loaded.apply_chat_template(messages, tools=tools, return_dict=False, **options)

@@ -35,6 +35,7 @@ from benchmarks.python_path import with_python_path
 from titanlite.data.hf_tokenizer import HuggingFaceTokenizer
 from titanlite.data.token_shards import not_trained_bit
 from titanlite.techniques.data.chat_template import ChatTemplate
+from titanlite.techniques.data.rows import Row
 
 HERE = Path(__file__).resolve().parent
 TOML = HERE / "published_sft.toml"
@@ -61,9 +62,12 @@ def conversations(assets: Path, folder: Path) -> list[Conversation]:
     template = ChatTemplate(HuggingFaceTokenizer(folder))
     rows = json.loads((assets / "data.json").read_text())
     texts = [
-        template.conversation([{"role": "user", "content": row["question"]}, {"role": "assistant", "content": answer}])
+        text
         for row in rows
         if (answer := row["answer"])
+        for text in template.conversations(
+            Row([{"role": "user", "content": row["question"]}, {"role": "assistant", "content": answer}])
+        )
     ]
     bit, result = not_trained_bit("uint16"), []
     for stored in template.encode(texts, "uint16"):

@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.config import *
 from titanlite import config
 from titanlite.config import Config
-from titanlite.config.loader import sections_of, tomllib
+from titanlite.config.loader import sections_of, tomllib, value_of
 from titanlite.config.model_sizes import SIZES
 from titanlite.config.reference import help_text, json_schema, meaning_of, reference_markdown
 
@@ -260,6 +260,19 @@ def test_a_path_that_no_file_can_have_is_rejected(tmp_path: Path, key: str, path
     assert load(tmp_path, f'job.dump_folder = "{longest}"').config.job.dump_folder == longest
 
 
+@pytest.mark.parametrize("key", PATHS)
+def test_a_path_may_begin_with_a_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str):
+    """Each node and each user has their own where nodes may have other paths; else it is that of this user."""
+    monkeypatch.setenv("HOME", "/home/me")
+    expected = {"~/a": "~/a" if key in MAY_DIFFER_BETWEEN_NODES else "/home/me/a", "./~a": "./~a"}
+    for path, value in expected.items():
+        assert value_of(Config.model_validate(tomllib.loads(f'{key} = "{path}"')), key) == value
+    for path in ("~nosuchuser/a", "~nosuchuser"):
+        message = "expected a path; its ~ names no home folder (a name: ./~)"
+        line = f'{tmp_path / "run.toml"}: {key} = "{path}": {message}'
+        assert problems(lambda path=path: load(tmp_path, f'{key} = "{path}"')) == [line]
+
+
 def test_a_wrong_text_in_a_table_is_named(tmp_path: Path):
     toml = '[[training.datasets]]\nname = "a"\ndataset = "text"\ndataset_path = "{}"\n'
     for path, message in (
@@ -460,6 +473,17 @@ WRONG_FILES = {
     "name of a file here": (["latin1"], f"latin1: {UNKNOWN} one of SHIPPED? A path needs a folder or .toml"),
 }
 # fmt: on
+
+
+def test_without_a_config_wrong_options_are_named_too():
+    lines = problems(lambda: config.load(["--training.stepz=1", "--training.steps=0", "--oops"]))
+    nothing, *others = lines
+    assert nothing == f"command line: expected one config, got none; {config.USAGE}"
+    assert others == [
+        "command line: --oops: expected --section.key=value",
+        "command line: training.steps = 0: expected an integer >= 1",
+        "command line: training.stepz = 1: unknown key; did you mean training.steps?",
+    ]
 
 
 @pytest.mark.parametrize(("arguments", "line"), WRONG_FILES.values(), ids=WRONG_FILES)

@@ -700,6 +700,16 @@ def test_flavor_from_hf_without_a_file(tmp_path: Path, settings: dict[str, Any],
     assert line.startswith(expected)
 
 
+def test_the_folder_of_a_model_may_be_in_a_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write(tmp_path, LLAMA)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    loaded = load(tmp_path, {FLAVOR: "from_hf", ASSETS: "~"})
+    assert loaded.config.model.dim == LLAMA["hidden_size"]
+    assert loaded.config.initial_weights == str(tmp_path)
+    lines = problems(lambda: load(tmp_path, {FLAVOR: "from_hf", ASSETS: "~nosuchuser/a"}))
+    assert any(line.endswith("expected a path; its ~ names no home folder (a name: ./~)") for line in lines)
+
+
 def test_rules_apply_to_a_file_too(tmp_path: Path):
     write(tmp_path, {**LLAMA, "num_key_value_heads": 3})
     (line,) = problems(lambda: load(tmp_path, {FLAVOR: "from_hf", ASSETS: str(tmp_path)}))

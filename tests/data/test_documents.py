@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import datasets
 import numpy as np
@@ -66,6 +67,24 @@ def test_another_text_with_the_same_time_and_size_is_noticed(tmp_path, size):
         assert texts_of("text", file) == [text]
         identities |= {documents.open_dataset(source("text", file))[1], documents.open_stream(source("text", file))[1]}
     assert len(identities) == 20
+
+
+@pytest.mark.parametrize("how", ["vanishes", "cannot be read"])
+def test_a_file_that_changes_while_its_content_is_hashed_is_one_line(tmp_path, monkeypatch, how):
+    file = write(tmp_path / "a.jsonl", ["a"])
+
+    def files(_: Any) -> list[Path]:
+        file.unlink(missing_ok=True)
+        return [file]
+
+    if how == "vanishes":
+        monkeypatch.setattr(documents, "files_of", files)
+    else:
+        denied = PermissionError(13, "Permission denied")
+        monkeypatch.setattr(documents, "open_file", mock.Mock(side_effect=denied))
+    problem = {"vanishes": "FileNotFoundError: [Errno 2] No such file", "cannot be read": "PermissionError: [Errno 13]"}
+    for line in rejections("json", file):
+        assert line.startswith(f"{file}: cannot be read: {problem[how]}")
 
 
 @pytest.mark.parametrize(
@@ -241,6 +260,16 @@ def test_suffixes_of_every_case_and_compression_are_read(tmp_path, capsys, end):
     assert list(read_rows(training, segment._replace(begin=first.end), ["text"])) == [second]
 
 
+def test_a_file_that_is_compressed_twice_is_read_once(tmp_path, capsys):
+    for end, pack in (("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress)):
+        (tmp_path / f"a.txt.{end}").write_bytes(pack(b"one"))
+    left_out = "left out as there in another compression: 2: a.txt.gz, a.txt.xz"
+    assert listed(capsys, "text", tmp_path) == (["one"], f"1: a.txt.bz2; {left_out}")
+    (tmp_path / "a.txt").write_text("one")
+    left_out = "left out as there uncompressed: 3: a.txt.bz2, a.txt.gz, a.txt.xz"
+    assert listed(capsys, "text", tmp_path) == (["one"], f"1: a.txt; {left_out}")
+
+
 def zstd(content: bytes) -> bytes:
     return pyarrow.compress(content, codec="zstd", asbytes=True)
 
@@ -273,6 +302,20 @@ def test_splits_that_lie_together_are_not_mixed(tmp_path, capsys, names, pattern
         assert (f"left out as of another split: {n}: " in capsys.readouterr().out) == (n > 0)
     for name in names:
         assert texts_of("json", tmp_path / f"{name}.jsonl") == [name]
+
+
+def test_files_that_are_not_read_tell_splits_apart_too(tmp_path, capsys):
+    """A folder with train.csv says which split test.jsonl is of."""
+    for name in ("train.csv", "test.jsonl", "more.jsonl"):
+        write(tmp_path / name, [name])
+    texts, line = listed(capsys, "json", tmp_path)
+    assert texts == ["more.jsonl"]
+    assert "left out as of another split: 1: test.jsonl" in line
+    (tmp_path / "more.jsonl").unlink()
+    for line in rejections("json", tmp_path):
+        assert "left out as of another split: 1: test.jsonl" in line
+    (tmp_path / "train.csv").rename(tmp_path / ".train.csv")
+    assert texts_of("json", tmp_path) == ["test.jsonl"], "hidden files say nothing"
 
 
 def test_linked_folders_are_named(tmp_path, capsys):

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import transformers
 from tokenizers import Tokenizer, processors
 
 from tests.helpers.data import BYTES, built_in_texts, flat, open_stream, rejection, source, write
+from tests.helpers.launches import wait_until
 from titanlite.data import hf_tokenizer
 from titanlite.data.hf_tokenizer import HuggingFaceTokenizer
 from titanlite.data.open import build_tokenizer, open_cache
@@ -87,22 +90,30 @@ def test_documents_are_neither_truncated_nor_padded(assets):
 def test_unusable_tokenizers_are_rejected(assets):
     missing, content = assets.folder / "nowhere", assets.file.read_text()
     assert str(missing) in rejection(lambda: build_tokenizer(str(missing)))
+    folder = f"model.hf_assets_path: {assets.folder} cannot be read as a tokenizer: "
     for key in ("bos_token", "eos_token"):
-        assert str(assets.file) in rejection(lambda key=key: assets.open(**{key: "\ud800"}))
+        assert rejection(lambda key=key: assets.open(**{key: "\ud800"})).startswith(folder)
     assert assets.open(eos_token="<new>").eos == 400, "transformers gives a new token the next id"
     (assets.folder / "gpt2").write_text("no folder of the hub")
     assert "cannot be read as a tokenizer" in rejection(lambda: build_tokenizer(str(assets.folder / "gpt2")))
     for name in ("ByT5Tokenizer", "LayoutLMv3Tokenizer"):  # in Python; of words on a page
         line = rejection(lambda name=name: assets.open(tokenizer_class=name, eos_token="</s>"))
-        assert "cannot be read as a tokenizer: " in line
-    for settings in ("{", "[1]"):
-        assets.settings.write_text(settings)
-        assert str(assets.file) in rejection(lambda: build_tokenizer(str(assets.folder)))
+        assert line.startswith(folder)
+    assets.open()
+    for file in (assets.settings, assets.folder / "special_tokens_map.json", assets.file):
+        good = file.read_text() if file.exists() else "{}"
+        for bad, problem in (("{", "not valid JSON: "), ("[1]", "expected a JSON object, got a list")):
+            file.write_text(bad)
+            line = rejection(lambda: build_tokenizer(str(assets.folder)))
+            assert line.startswith(f"{file}: {problem}"), "the file that is wrong, and no other"
+        file.write_text(good)
     assets.file.write_text(content.replace("</s>", "<halt>"))
     line = rejection(assets.open)
     assert all(part in line for part in (str(assets.file), "<|end_of_text|>", str(assets.settings)))
     assets.file.write_text('{"version": "1.0", "model": {"type": "Nonsense"}}')
-    assert str(assets.file) in rejection(assets.open)
+    assert rejection(assets.open).startswith(folder)
+    for path in ("~nosuchuser/x", "~nosuchuser"):
+        assert f"{path} cannot be read as a tokenizer: " in rejection(lambda path=path: build_tokenizer(path))
 
 
 # Tokenizers that fail, or ask for too much --------------------------------------------------------------------------
@@ -131,6 +142,19 @@ def test_a_tokenizer_in_a_process_of_its_own_is_the_same(assets):
         assert theirs.decode(other.tolist()) == own.decode(one.tolist())
     process: Any = theirs
     process.close()
+
+
+def test_a_tokenizer_ends_with_its_program_and_says_nothing(assets):
+    assets.open()
+    code = f"""
+import threading
+from titanlite.data.open import build_tokenizer
+threading.kept = build_tokenizer({str(assets.folder)!r})  # until the interpreter takes the modules down
+print(threading.kept.process.pid)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    wait_until(lambda: not Path(f"/proc/{int(done.stdout)}").exists(), "its process has ended")
 
 
 def failing(name: str) -> dict[str, Any]:
@@ -176,7 +200,7 @@ def test_a_tokenizer_that_multiplies_text_ends_its_process_only(assets, tmp_path
     file = write(tmp_path / "a.jsonl", ["hello", "banana"])
     dataset, how = source("json", file), {"cache_folder": str(tmp_path / "cache"), "builds_cache": True}
     line = rejection(lambda: open_cache(dataset, tokenizer, 0.0, **how))
-    assert line == f"{assets.folder}: {TOO_LARGE} at {file}, line 1, or shortly after it; correct it"
+    assert line == f"{assets.folder}: {TOO_LARGE} at {file}, line 1, or near it; correct it"
     stream = open_stream("json", file)
     stream.tokenizer = build_tokenizer(str(assets.folder))
     line = rejection(lambda: next(stream.read(0, 1, {})))
@@ -221,4 +245,4 @@ def test_a_file_of_a_tokenizer_is_a_regular_one_of_some_size(assets, monkeypatch
     problem = {"large": "[Errno 27] expected at most 65,536 bytes", "folder": "[Errno 21] Is a directory"}
     reason = problem.get(kind, "[Errno 22] expected a regular file")
     line = rejection(lambda: HuggingFaceTokenizer(assets.folder))
-    assert line == f"model.hf_assets_path: {assets.file} cannot be read as a tokenizer: {reason}: '{file}'"
+    assert line == f"model.hf_assets_path: {assets.folder} cannot be read as a tokenizer: {reason}: '{file}'"

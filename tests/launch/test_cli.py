@@ -188,6 +188,10 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "escapes in a key": (["config", "debug", "--job.\x1b]0;x\x07=1"], "--job.\\x1b]0;x\\x07=1: expected UTF-8"),
     "a bidirectional override": (["plan", "a\u202eb.toml"], "a\\u202eb.toml: expected UTF-8"),
     "an empty config": (["plan", ""], "expected one config, got none"),
+    "help of a misspelled section": (
+        ["train", "--help", "trainin"],
+        "command line: --help trainin: an unknown section; did you mean training?",
+    ),
     "two configs": (["parity", "a", "b"], "expected one config, got a b"),
     "an unknown flag of plan": (["plan", "debug", "--nope"], "--nope: expected --section.key=value"),
     "a flag without its value": (["plan", "debug", "--html"], "argument --html: expected one argument"),
@@ -275,6 +279,19 @@ def test_wrong_arguments_are_lines_and_exit_status_2(name: str, monkeypatch, cap
     assert all(line.startswith("error: ") for line in errors.splitlines()), errors
     assert expected in errors
     assert printable(errors, "\n") == errors
+
+
+@pytest.mark.parametrize(("command", "n_lines"), [("plan", 1), ("advise", 1), ("generate", 0), ("eval", 0)])
+def test_only_a_command_that_may_be_a_rank_leaves_its_lines_to_the_first(monkeypatch, capsys, command, n_lines):
+    """A task of torchrun or Slurm may run any command."""
+    ranks = {"TORCHELASTIC_RUN_ID": "1", "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in ranks.items():
+        monkeypatch.setenv(name, value)
+    assert run(monkeypatch, command) == 2
+    assert len(capsys.readouterr().err.splitlines()) == n_lines
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert run(monkeypatch, command) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

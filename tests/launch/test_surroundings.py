@@ -93,6 +93,16 @@ WRONG_VALUES = {
 }
 
 
+def test_an_empty_number_of_threads_is_none(monkeypatch):
+    """OpenMP would take all cores for each rank."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    launcher.require_place(os.environ)
+    own = str(process.available_cores())
+    assert [launcher.environment_of_ranks(ranks)["OMP_NUM_THREADS"] for ranks in (1, 10**6)] == [own, "1"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert launcher.environment_of_ranks(1)["OMP_NUM_THREADS"] == "3"
+
+
 @pytest.mark.parametrize("environment", RIGHT)
 def test_right_variables(environment: dict[str, str]):
     launcher.require_place(environment, ranks=2)

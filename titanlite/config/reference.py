@@ -5,15 +5,19 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from titanlite.config import USAGE, Config
-from titanlite.config.loader import expectation, options_of, sections_of, show, table_of
+from titanlite.config import USAGE, Config, ConfigError
+from titanlite.config.loader import COMMAND_LINE, did_you_mean, expectation, options_of, sections_of, show, table_of
 from titanlite.config.types import MAY_DIFFER
 
 
 def help_text(arguments: Sequence[str] = ()) -> str:
-    """Return the options for the terminal: of the sections that arguments name after --help, or else all."""
-    sections = {*arguments[next((i for i, text in enumerate(arguments) if text in ("-h", "--help")), 0) + 1 :]}
-    named = [each for each in sections_of(Config) if {each, each.partition(".")[0]} & sections]
+    """Return the options for the terminal: of the sections that arguments name after --help, or else all. Raises
+    ConfigError for a misspelled section."""
+    names = arguments[next((i for i, text in enumerate(arguments) if text in ("-h", "--help")), 0) + 1 :]
+    for name in names:
+        if name not in sections_of(Config) and (hint := did_you_mean(name, sections_of(Config))):
+            raise ConfigError([f"{COMMAND_LINE}: --help {name}: an unknown section{hint}"])
+    named = [each for each in sections_of(Config) if {each, each.partition(".")[0]} & {*names}]
     config = "CONFIG is a TOML file, or the name of a config shipped with titanlite, as in debug or 70b."
     values = "Values are TOML; a string needs no quotes. A bare --section.key means true. "
     lines = [USAGE, "", config, f"{values}--help SECTION has one section.", ""]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Collection
 from typing import Annotated, Any, Literal, Union, get_args
 
@@ -884,8 +885,8 @@ class Config(Section):
     @property
     def initial_weights(self) -> str:
         """The folder or checkpoint whose weights the run starts from; SEEDED: none."""
-        from_hf = self.model.flavor == "from_hf"
-        return self.checkpoint.initial_load_path or (self.model.hf_assets_path if from_hf else SEEDED)
+        assets = os.path.expanduser(self.model.hf_assets_path) if self.model.flavor == "from_hf" else SEEDED
+        return self.checkpoint.initial_load_path or assets
 
     @property
     def gradient_accumulation_steps(self) -> int:

@@ -10,12 +10,15 @@ from titanlite.config.loader import OWN_MESSAGE
 
 
 def _path(text: str) -> str:
-    if len(os.fsencode(text)) > 4095 or any(len(os.fsencode(name)) > 255 for name in text.split("/")):
+    path = os.path.expanduser(text)
+    if len(os.fsencode(path)) > 4095 or any(len(os.fsencode(name)) > 255 for name in path.split("/")):
         raise PydanticCustomError(OWN_MESSAGE, "expected a path of at most 4,095 bytes, each name at most 255")
+    if path.startswith("~"):
+        raise PydanticCustomError(OWN_MESSAGE, "expected a path; its ~ names no home folder (a name: ./~)")
     return text
 
 
-PathText = Annotated[str, AfterValidator(_path)]
+PathText = Annotated[str, AfterValidator(_path), AfterValidator(os.path.expanduser)]
 MOST_ITEMS = 2**31 - 1
 """Most steps, sequences, channels or seconds: what torch's kernels count in an int32; steps of 0.1 s last 7 years."""
 MOST_TOKENS = 2**53
@@ -32,6 +35,6 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 MAY_DIFFER = "It may differ between nodes."
-NodePath = Annotated[PathText, MAY_DIFFER]
-"""A path that nodes may have under different names, because the ranks compare what is read from it."""
+NodePath = Annotated[str, AfterValidator(_path), MAY_DIFFER]
+"""A path, also with ~, that nodes may have under different names: the ranks compare what is read from it."""
 Precision = Literal["auto", "bfloat16", "float32", "float64"]

@@ -113,9 +113,9 @@ def _content_hash(files: Sequence[Path], *, with_times: bool) -> str:
     content = hashlib.sha256()
     samples = min(SAMPLES, max(SAMPLES_OF_ALL // len(files), 2))
     for path in files:
-        status = path.stat()
-        content.update(f"{status.st_size}/{status.st_mtime_ns if with_times else ''}/".encode())
         with errors_of(path), open_file(path) as file:
+            status = path.stat()
+            content.update(f"{status.st_size}/{status.st_mtime_ns if with_times else ''}/".encode())
             for sample in range(samples):
                 file.seek(max(status.st_size - SAMPLE_BYTES, 0) * sample // (samples - 1))
                 content.update(file.read(SAMPLE_BYTES))

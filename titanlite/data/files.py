@@ -119,7 +119,7 @@ def files_of(source: Source) -> list[Path]:
 
 def _left_out(source: Source, files: dict[str, Path], *, is_folder: bool) -> dict[str, str]:
     """Return why some files of a folder, or of a glob, are left out, by their names in what they have in common."""
-    suffixes, reasons = SUFFIXES[source.training.dataset], dict[str, str]()
+    suffixes, reasons, first = SUFFIXES[source.training.dataset], dict[str, str](), dict[str, str]()
     for name, file in files.items():
         unpacked = name if source.training.dataset == "parquet" else COMPRESSED.sub("", name)
         if file.is_dir():
@@ -128,8 +128,8 @@ def _left_out(source: Source, files: dict[str, Path], *, is_folder: bool) -> dic
             reasons[name] = "hidden"
         elif is_folder and not unpacked.lower().endswith(suffixes):
             reasons[name] = f"not ending in {' or '.join(suffixes)}"
-        elif unpacked != name and unpacked in files:
-            reasons[name] = "there uncompressed"
+        elif (other := first.setdefault(unpacked, name)) != name:
+            reasons[name] = "there uncompressed" if other == unpacked else "there in another compression"
     words = {name: SPLIT.finditer(name.lower()) for name in files if reasons.get(name) != "hidden"}
     splits = {name: [0, *(word.lastindex for word in of_name)][-1] for name, of_name in words.items()}
     found = {split for name, split in splits.items() if name not in reasons}

@@ -68,12 +68,10 @@ def join(chunks: list[np.ndarray], shared: list[np.ndarray]) -> tuple[np.ndarray
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """Encodes text to the tokens of transformers' tokenizer, on all cores.
-
-    What begins and ends a text is what that adds. EOS is the one that it names, else one that well-known models use;
-    without any it raises ConfigError. Special tokens that a text spells out are ordinary text, so a text cannot end its
-    own document, unless `special` asks for them.
-    """
+    """Encodes text to the tokens of transformers' tokenizer, on all cores. What begins and ends a text is what that
+    adds. EOS is the one that it names, else one that well-known models use; without any it raises ConfigError. Special
+    tokens that a text spells out are ordinary text, so a text cannot end its own document, unless `special` asks for
+    them."""
 
     KNOWN_EOS = ("<|end_of_text|>", "</s>", "<|endoftext|>", "<eos>", "<|im_end|>")
 
@@ -98,7 +96,11 @@ class HuggingFaceTokenizer(Tokenizer):
             self.prefix, self.suffix = around.ids[:at], around.ids[at + 1 :]
             content = json.loads(self.tokenizer.to_str())
         except BaseException as error:  # `tokenizers` raises bare Exception, and its Rust code what is no Exception
-            problem = f"model.hf_assets_path: {self.file} cannot be read as a tokenizer: {reason_of(error)}"
+            from titanlite.config.hf.values import read_json_object  # here, since few files are wrong
+
+            for file in [path / name for name in FILES if name.endswith(".json") and (path / name).is_file()]:
+                read_json_object(file, file.read_bytes())  # a line about this file if it is no JSON object
+            problem = f"model.hf_assets_path: {path} cannot be read as a tokenizer: {reason_of(error)}"
             raise ConfigError([problem]) from None
         known = [self.loaded.eos_token_id, *(ids.get(token) for token in self.KNOWN_EOS)]
         self.eos = next((number for number in known if number is not None), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +27,7 @@ def build_tokenizer(hf_assets_path: str) -> Tokenizer:
     from titanlite.config.hf.values import how_to_download  # here, since a run on bytes needs neither
     from titanlite.data.tokenizer_process import TokenizerProcess
 
-    path = Path(hf_assets_path).expanduser()
+    path = Path(os.path.expanduser(hf_assets_path))
     if hint := how_to_download(path):
         raise ConfigError([f"model.hf_assets_path: {path}: no such folder{hint}"])
     return TokenizerProcess(path)

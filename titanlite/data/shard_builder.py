@@ -81,11 +81,12 @@ def build_shard(
     def encoded() -> Iterator[tuple[list[str], list[np.ndarray], int]]:
         """Yield texts, their tokens, and the bytes read. The library's threads always have a batch to encode."""
         batches = _batches(options.source, segments, document_of, unread, at)
-        submitted = ((texts, pool.submit(encode, texts), n_bytes) for texts, n_bytes in batches)
+        submitted = ((texts, pool.submit(encode, texts), *others) for texts, *others in batches)
         running = collections.deque(itertools.islice(submitted, 2))
         while running:
             running.extend(itertools.islice(submitted, 1))
-            texts, future, n_bytes = running.popleft()
+            texts, future, n_bytes, first = running.popleft()
+            at(*first)
             yield texts, future.result(), n_bytes
 
     def documents() -> Iterator[tuple[Split, np.ndarray, int]]:
@@ -110,28 +111,29 @@ def build_shard(
 
 def _batches(
     source: Source, segments: list[Segment], document_of: Any, unread: set[str], at: Any
-) -> Iterator[tuple[list[str], int]]:
-    """Yield texts of BATCH characters or more together, and how many bytes of the files they are, about."""
-    texts, size, n_bytes = list[str](), 0, 0.0
+) -> Iterator[tuple[list[str], int, tuple[str, int]]]:
+    """Yield texts of BATCH characters or more together, about how many bytes of files they are, and their place."""
+    texts, size, n_bytes, first = list[str](), 0, 0.0, ("", 0)
     for segment in segments:
         position = segment.begin
         at(segment.file, position)
         per_row = segment.bytes / max(segment.end - segment.begin, 1) if segment.end < END else 0
         for end, text in read_documents(source, segment, document_of, unread):
+            first = first if texts else (segment.file, position)
             own = text if document_of else [text]
             texts += own
             size += sum(map(len, own))
             n_bytes += (end - position) * per_row
             position = end
             if size >= BATCH:
-                yield texts, round(n_bytes)
+                yield texts, round(n_bytes), first
                 texts, size, n_bytes = [], 0, 0
             if document_of or not texts:
                 at(segment.file, position)
             restart_time_limit()
         n_bytes += 0 if per_row else segment.bytes
     if texts:
-        yield texts, round(n_bytes)
+        yield texts, round(n_bytes), first
 
 
 def _blocks(chunks: Iterable[bytes]) -> Iterator[bytes]:

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -80,7 +81,7 @@ def open_cache(
         return hashlib.sha256(options.encode()).hexdigest()[:32]
 
     option = f"training.cache_folder = {show(cache_folder)}"
-    folder = Path(cache_folder).expanduser() / _of_builder(find, builds_cache)
+    folder = Path(os.path.expanduser(cache_folder)) / _of_builder(find, builds_cache)
     dtype = token_shards.dtype_for(tokenizer.vocab_size, has_targets=template is not None)
     mark("the token cache", limited=builds_cache)  # its builder reports progress, and the others wait
     if not builds_cache:

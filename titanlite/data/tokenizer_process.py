@@ -37,7 +37,7 @@ class ShardWorker(Worker):
             else:
                 at = content
 
-        where = {"where": lambda: f" at {place(options.source.training, *at)}, or shortly after it"}
+        where = {"where": lambda: f" at {place(options.source.training, *at)}, or near it"}
         return self.call(_build_and_send, path, dtype, number, segments, options, **where, received=received)
 
 
@@ -64,10 +64,6 @@ class TokenizerProcess(ShardWorker, HuggingFaceTokenizer):
             for worker in workers:
                 stack.callback(worker.close)
             yield workers or [self]
-
-    def __del__(self) -> None:
-        if self.process:
-            self.close()
 
 
 def _properties(tokenizer: Any) -> tuple[list[int], list[int], int, int, str]:

@@ -76,13 +76,11 @@ class Worker:
     """Calls functions on a tokenizer, that of bytes by default, in a process of its own, which ends when this one
     does."""
 
-    process: Any = None
-
     def __init__(self, hf_assets_path: str = ""):
         environment = dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS"), str(THREADS))
         environment |= {"TOKENIZERS_PARALLELISM": "true", "ARROW_DEFAULT_MEMORY_POOL": "system"}  # no large arenas
         self.path, self._lock = hf_assets_path, threading.Lock()
-        self.process = subprocess.Popen(
+        self.process: Any = subprocess.Popen(
             [sys.executable, "-m", "titanlite.data.worker_process", hf_assets_path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

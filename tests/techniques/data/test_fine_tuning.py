@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pyarrow
@@ -26,7 +27,7 @@ from titanlite.data.tokenizer_process import ShardWorker
 from titanlite.data.worker import name_of
 from titanlite.loss import IGNORED
 from titanlite.techniques.data import chat_template
-from titanlite.techniques.data.chat_template import ChatTemplate, encode_questions
+from titanlite.techniques.data.chat_template import ChatTemplate, Conversation, encode_questions
 from titanlite.techniques.data.rows import Row
 from titanlite.tools import evaluate
 
@@ -71,9 +72,14 @@ def template(assets) -> Any:
     return open_template
 
 
+def last_of(template: ChatTemplate, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> Conversation:
+    """The conversation, without the beginnings that are rendered in another way."""
+    return template.conversations(Row(messages, tools))[-1]
+
+
 def encoded(template: ChatTemplate, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
     """The tokens of a conversation, and 1 for each that is trained on."""
-    (tokens,) = template.encode([template.conversation(messages)], "uint16")
+    (tokens,) = template.encode([last_of(template, messages)], "uint16")
     assert tokens.dtype == np.uint16
     return (tokens & ~np.uint16(BIT)).tolist(), (tokens & BIT == 0).astype(int).tolist()
 
@@ -123,6 +129,44 @@ def test_special_tokens_in_a_message_are_ordinary_text(template, assets):
         assert tokenizer.tokenizer.decode(tokens[begin:-1], skip_special_tokens=False) == messages[1]["content"]
 
 
+def special_tokens(template: ChatTemplate, messages: list[dict[str, Any]]) -> list[str]:
+    tokens, _ = encoded(template, messages)
+    return [template.tokenizer.tokenizer.id_to_token(token) for token in tokens if token < 3]
+
+
+def test_special_tokens_in_keys_are_ordinary_text(template):
+    """As in the arguments of a tool that is called."""
+    call = {"function": {"name": "f", "arguments": {"<stop>": {"</s>": ["<s>"]}}}}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]
+    own = template(PLAIN.replace("{{ m.content | trim }}", "{{ m.content or m.tool_calls | tojson }}"))
+    assert '{"<stop>": {"</s>": ["<s>"]}}' in last_of(own, messages)
+    assert special_tokens(own, messages) == ["<s>", "<stop>", "</s>", "<stop>", "</s>"], "those of the template"
+
+
+@pytest.mark.parametrize("read", ["'<stop>' in m.note", "m.note | length == 6", "m.note == '<stop>'"])
+def test_a_template_that_reads_special_tokens_without_writing_them_is_rejected(template, read):
+    """What is rendered has no trace of the replaced token, and yet differs."""
+    source = PLAIN.replace("{{ m.role }}", f"{{{{ m.role }}}}{{% if m.note and {read} %}}!{{% endif %}}")
+    messages = [{"role": "user", "content": "a", "note": "<stop>"}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(ValueError, match=r'reads special tokens in messages.*set training.special_tokens_in_text = "s'):
+        last_of(template(source), messages)
+    assert last_of(template(PLAIN), messages), "this template does not read the key"
+
+
+@pytest.mark.parametrize("token", ["<stop>", '"<stop>\\'], ids=["plain", "quoted"])
+def test_special_tokens_that_are_words_of_their_own(template, assets, token):
+    """The library finds them only where no letter or digit is beside them: other special tokens may be."""
+    content = json.loads(assets.file.read_text(encoding="utf-8").replace('"<stop>"', json.dumps(token)))
+    content["added_tokens"] = [{**added, "single_word": True} for added in content["added_tokens"]]
+    assets.file.write_text(json.dumps(content), encoding="utf-8")
+    own = template(PLAIN.replace("<stop>", f"{token}\n").replace("{{ eos_token }}", "\n{{ eos_token }}"))
+    tokens, _ = encoded(own, CONVERSATIONS[0])
+    assert tokens == own.tokenizer.loaded.apply_chat_template(CONVERSATIONS[0], return_dict=False)
+    assert tokens.count(own.tokenizer.tokenizer.token_to_id(token)) == 2
+    (text,) = own.tokenizer.encode([f"a {token} b"])
+    assert own.tokenizer.tokenizer.token_to_id(token) not in text
+
+
 def test_special_tokens_that_the_settings_alone_call_so(template, assets):
     """The tokenizer of torchtitan's tests: its tokenizer.json has the tokens in the vocabulary only."""
     expected = encoded(template(PLAIN), CONVERSATIONS[1])
@@ -140,7 +184,7 @@ def test_a_template_has_its_file_or_a_place_in_the_settings(assets):
     file = assets.folder / "chat_template.jinja"
 
     def text_of(**settings: Any) -> str:
-        return str(ChatTemplate(assets.open(**SPECIAL_TOKENS, **settings)).conversation(CONVERSATIONS[0]))
+        return str(last_of(ChatTemplate(assets.open(**SPECIAL_TOKENS, **settings)), CONVERSATIONS[0]))
 
     expected = text_of(chat_template=PLAIN)
     assert expected == "<s><stop>user\nWhat color is the sky?</s><stop>assistant\nBlue</s>"
@@ -158,7 +202,7 @@ def test_what_templates_are_given(template):
         ("{% if true %}\n  a\n{% endif %}\nb", "  a\nb"),
     ]:
         own = template(source + "{% generation %}!{% endgeneration %}")
-        assert str(own.conversation(CONVERSATIONS[0])) == f"{text}!"
+        assert str(last_of(own, CONVERSATIONS[0])) == f"{text}!"
 
 
 HOSTILE = [
@@ -196,19 +240,19 @@ HARMLESS = [
 def test_a_template_has_no_code_and_no_files(template, source):
     own = template(MARKED + source)
     with pytest.raises(ValueError, match=r"^.*tokenizer_config.json cannot render it: [^\n]+$"):
-        own.conversation(CONVERSATIONS[0])
+        last_of(own, CONVERSATIONS[0])
 
 
 @pytest.mark.parametrize("source", HARMLESS)
 def test_a_forbidden_attribute_prints_nothing(template, source):
-    texts = [str(template(MARKED + own).conversation(CONVERSATIONS[0])) for own in ("", source)]
+    texts = [str(last_of(template(MARKED + own), CONVERSATIONS[0])) for own in ("", source)]
     assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("source", ["{% generation %}", "{{", "{% for %}", "{{ 1 | nosuchfilter }}"])
 def test_a_template_that_cannot_be_read_is_one_line(template, source):
     with pytest.raises(ValueError, match=r"tokenizer_config.json cannot render it: line 1: [^\n]+$"):
-        template(source).conversation(CONVERSATIONS[0])
+        last_of(template(source), CONVERSATIONS[0])
 
 
 @pytest.mark.parametrize(
@@ -224,10 +268,10 @@ def test_a_template_that_cannot_be_read_is_one_line(template, source):
 )
 def test_a_conversation_whose_spans_are_not_known_is_rejected(template, source, messages, problem):
     if problem is None:
-        assert template(source).conversation(messages)
+        assert last_of(template(source), messages)
         return
     with pytest.raises(ValueError, match=problem):
-        template(source).conversation(messages)
+        last_of(template(source), messages)
 
 
 ALLOCATING = [
@@ -262,7 +306,7 @@ def test_a_template_that_takes_too_long_is_one_line(assets, tmp_path, source):
     file = write_rows(tmp_path / "a.jsonl", [{"messages": messages} for messages in CONVERSATIONS])
     line = rejection(lambda: Opened(tmp_path, build_tokenizer(str(assets.folder)), file))
     problem = "its tokenizer.json or chat template takes more than 10 s of processor time"
-    assert line == f"{assets.folder}: {problem} at {file}, line 1, or shortly after it; correct it"
+    assert line == f"{assets.folder}: {problem} at {file}, line 1, or near it; correct it"
 
 
 def test_a_message_may_be_nested_too_deep(template, tmp_path):
@@ -285,11 +329,11 @@ def test_a_conversation_without_marks_has_so_many_messages(template, monkeypatch
     """Each answer is found by rendering all messages before it."""
     own = template(PLAIN)
     with pytest.raises(ValueError, match=r"^40,000 messages: expected at most 1,000; divide it, or put what the "):
-        own.conversation(CONVERSATIONS[0] * 20_000)
+        last_of(own, CONVERSATIONS[0] * 20_000)
     monkeypatch.setattr(chat_template, "LARGEST_CONVERSATION", 20)
     assert len(trained_part(own, CONVERSATIONS[0] * 10)) == 10
     with pytest.raises(ValueError, match=r"^22 messages: expected at most 20"):
-        own.conversation(CONVERSATIONS[0] * 11)
+        last_of(own, CONVERSATIONS[0] * 11)
     assert len(trained_part(template(MARKED), CONVERSATIONS[0] * 11)) == 11
 
 
@@ -355,7 +399,7 @@ def test_an_answer_is_trained_on_as_the_model_will_see_it(template):
 
 def test_an_answer_without_the_reasoning_that_is_asked_for_is_rejected(template):
     with pytest.raises(ValueError, match=r'another way than an answer begins \("<think>"\)'):
-        template(DROPS_ALL).conversation(CONVERSATIONS[0])
+        last_of(template(DROPS_ALL), CONVERSATIONS[0])
 
 
 def test_turns_that_are_rendered_in_another_way_are_documents_of_one_row(template, tmp_path):
@@ -389,7 +433,7 @@ def test_special_tokens_that_a_template_looks_for_need_the_option(template):
     )
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b<stop>c"}]
     with pytest.raises(ValueError, match=r'set training.special_tokens_in_text = "special", or remove them$'):
-        own.conversation(messages)
+        last_of(own, messages)
     (part,) = own.conversations(Row(messages), special=True)
     tokens = own.encode([part], "uint32")[0] & 0x7FFFFFFF
     assert tokens.tolist() == own.tokenizer.loaded.apply_chat_template(messages, return_dict=False)
@@ -421,6 +465,9 @@ def test_special_tokens_in_messages_by_the_option(template, tmp_path, capsys):
     )
     stop = tokenizer.tokenizer.token_to_id("<stop>")
     assert [[token & ~BIT for token in tokens].count(stop) for tokens in (ordinary, special)] == [2, 3]
+    rows = [{**conversation("b"), "tools": [{"type": "function", "function": {"name": "f<stop>"}}]}]
+    Opened(tmp_path, tokenizer, write_rows(tmp_path / "b.jsonl", rows))
+    assert '"special token <stop> (' in capsys.readouterr().out, "in tools as in messages"
 
 
 # Datasets ------------------------------------------------------------------------------------------------------------
@@ -526,6 +573,21 @@ def test_other_processes_build_the_same_shards(template, tmp_path):
     assert shard.train_documents == 3
 
 
+def test_the_place_of_conversations_that_are_encoded_is_that_of_the_first(template, tmp_path, monkeypatch):
+    """A process that ends in the library is said to have ended there: the last place that it sent."""
+    own = template(PLAIN)
+    file = write_rows(tmp_path / "a.jsonl", [{"messages": messages} for messages in CONVERSATIONS])
+    options = training(dataset="json", dataset_path=str(file), dataset_format="messages")
+    work = shard_builder.CacheOptions(Source(options), own.tokenizer.path, 0.0, name_of(ChatTemplate))
+    monkeypatch.setattr(own.tokenizer, "encode_together", mock.Mock(side_effect=InterruptedError))
+    arguments = (tmp_path / "b", "uint16", 0, list(open_dataset(Source(options))[0]), work, lambda *counts: None)
+    places: list[tuple[str, int]] = []
+    with pytest.raises(InterruptedError):
+        shard_builder.build_shard(*arguments, own.tokenizer, lambda *place: places.append(place))
+    assert len({begin for _, begin in places}) == 4, "where each conversation begins, and the end"
+    assert places[-1] == (str(file), 0)
+
+
 def conversation(answer: str, question: str = "a") -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
@@ -546,6 +608,13 @@ def test_long_conversations(template, tmp_path):
     assert len(truncated.packing) == 2, "a question without an answer is left out"
     assert str(truncated.sequences).endswith("2 of 3 conversations truncated")
     assert dropped.identity != truncated.identity
+    missing = {
+        "drop": 'conversations of at most 9 tokens; set it higher, or training.long_conversations = "truncate"',
+        "truncate": "answers in the first 9 tokens; set it higher",
+    }
+    for how, what in missing.items():
+        line = rejection(lambda how=how: Opened(tmp_path, tokenizer, file, seq_len=8, long_conversations=how))
+        assert line == f"training.seq_len = 8: the dataset has no {what}"
 
 
 def test_a_mixture_of_texts_and_conversations(template, tmp_path):
@@ -620,7 +689,7 @@ def test_identity_and_cache_are_of_the_template_and_the_format(template, tmp_pat
         ({"messages": "hello"}, "expected a list of messages"),
         ({"messages": ["hello"]}, 'message 1: expected an object with a string "role"'),
         ({"messages": [{"role": 1, "content": "a"}]}, "message 1: expected an object"),
-        ({"messages": [{"role": "assistant"}]}, "content of message 1"),
+        ({"messages": [{"role": "assistant"}]}, 'message 1: expected "content", or "tool_calls"; found only role'),
         ({"messages": [{"role": "assistant", "content": ["a"]}]}, "content of message 1"),
         ({"messages": [{"role": "user", "content": "a"}]}, 'no message has the role "assistant"'),
         ({"text": "a"}, "(training.dataset_messages_key)"),

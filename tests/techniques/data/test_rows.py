@@ -16,6 +16,7 @@ from tests.techniques.data.test_fine_tuning import (
     SPECIAL_TOKENS,
     Opened,
     encoded,
+    last_of,
     write_rows,
 )
 from titanlite.data.open import build_tokenizer
@@ -47,19 +48,19 @@ def texts(
     )
 
 
-@pytest.mark.parametrize("tools", [[WEATHER], json.dumps([WEATHER]), [], "", None], ids=str)
+@pytest.mark.parametrize("tools", [[WEATHER], json.dumps([WEATHER]), [], "", " \n", None], ids=str)
 def test_the_column_tools_reaches_the_template(template, assets, tools):
     values = {"messages": CONVERSATIONS[0], "tools": tools}
     own = template(TOOLS_TEMPLATE)
     row = conversation_of(training_of("json"), values)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(assets.file), **SPECIAL_TOKENS)
-    given = json.loads(tools) if tools and isinstance(tools, str) else tools or None
+    given = json.loads(tools.strip() or "null") if isinstance(tools, str) else tools or None
     theirs = tokenizer.apply_chat_template(
         CONVERSATIONS[0], tools=given, chat_template=TOOLS_TEMPLATE, tokenize=True, return_dict=False
     )
-    (tokens,) = own.encode([own.conversation(row.messages, tools=row.tools)], "uint32")
+    (tokens,) = own.encode([last_of(own, row.messages, tools=row.tools)], "uint32")
     assert [token & 0x7FFFFFFF for token in tokens.tolist()] == theirs
-    assert ("weather" in own.conversation(row.messages, tools=row.tools)) == bool(given)
+    assert ("weather" in last_of(own, row.messages, tools=row.tools)) == bool(given)
 
 
 def training_of(dataset: str) -> Any:
@@ -108,6 +109,15 @@ def test_a_row_may_have_nothing_to_train_on(template, tmp_path):
         ({"role": "user", "train": True}, "message 1: train = true: only what the assistant says is trained on"),
         *(({key: [1]}, f'message 1: the key "{key}" is not supported; write "train"') for key in OTHER_MASKS),
         ({"role": None, "from": "function_call", "value": "{}"}, '"role": "assistant" with "tool_calls"'),
+        (
+            {"role": None, "from": "bot\x1b", "value": "a"},
+            '"from": "bot\\u001b": expected one of human, gpt, chatgpt, ',
+        ),
+        ({"content": None, "value": "a"}, 'message 1: expected "content", or "tool_calls"; found only role, value'),
+        ({"content": None, "text": "a"}, 'expected "content", or "tool_calls"; found only role, text'),
+        ({"content": None, "audio": {"id": "a"}}, 'expected "content", or "tool_calls"; found only role, audio'),
+        ({"content": None, "tool_calls": []}, 'expected "content", or "tool_calls"; found only role, tool_calls'),
+        ({"role": None, "from": "gpt", "text": "a"}, 'expected "content", or "tool_calls"; found only role, text'),
         ({"role": None, "text": "a"}, 'expected an object with a string "role" and "content", or with "from"'),
     ],
     ids=str,
@@ -119,10 +129,18 @@ def test_what_is_not_supported_is_named(message, problem):
     assert problem in str(caught.value)
 
 
-def test_conversations_of_sharegpt(template, tmp_path):
+def test_a_message_that_calls_tools_needs_no_content():
+    calls = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    for message in (calls, {**calls, "content": None}):
+        assert conversation_of(training_of("json"), {"messages": [message]}).messages == [calls]
+
+
+@pytest.mark.parametrize("more", [{}, {"role": None, "content": None}], ids=["alone", "beside nulls"])
+def test_conversations_of_sharegpt(template, tmp_path, more):
     names = {"system": "system", "user": "human", "assistant": "gpt"}
     rows = [
-        {"conversations": [{"from": names[m["role"]], "value": m["content"]} for m in own]} for own in CONVERSATIONS
+        {"conversations": [{"from": names[m["role"]], "value": m["content"], **more} for m in own]}
+        for own in CONVERSATIONS
     ]
     assert texts(template, tmp_path, rows, dataset_messages_key="conversations") == sorted(ANSWERS)
     file = write_rows(tmp_path / "b.jsonl", rows)

@@ -6,6 +6,7 @@ rotary embedding's options: rope_theta and rope_scaling, as most files on the hu
 """
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def options_from_hf(folder: Any) -> dict[str, Any]:
     if not isinstance(folder, str) or not folder:
         problem = f"model.hf_assets_path = {show(folder)}: expected the folder of a config.json"
         raise ConfigError([f'{problem}; model.flavor = "from_hf" reads it'])
-    return model_options(Path(folder))
+    return model_options(Path(os.path.expanduser(folder)))
 
 
 def model_options(folder: Path) -> dict[str, Any]:
@@ -171,16 +172,14 @@ def _bias_options(config: JsonObject, model_type: str) -> dict[str, Any]:
 def hf_config(
     model: Section, *, max_seq_len: int, torch_dtype: str, bos: int | None, eos: int | None
 ) -> dict[str, Any]:
-    """Return the contents of a config.json with which transformers computes what the model does.
+    """Return the contents of a config.json with which transformers computes what the model does. Raises ConfigError if
+    transformers has no family with this combination of options.
 
     Args:
         model: the section [model] of a config.
         max_seq_len: tokens of the longest sequence that the model was trained on.
         torch_dtype: data type of the saved weights, as in "bfloat16".
         bos, eos: ids of the tokens that begin and end a text; None: the tokenizer has none.
-
-    Raises:
-        ConfigError: if transformers has no family with this combination of options.
     """
     model_type = _model_type(model)
     family = FAMILIES[model_type]

@@ -19,5 +19,5 @@ def n_token_ids(path: Any) -> int:
         ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
         n = 1 + max([-1, *ids, *(token["id"] for token in content.get("added_tokens") or ())])
         return n if type(n) is int and n <= MOST_IDS else 0
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, MemoryError):
         return 0

@@ -312,9 +312,12 @@ class BestFitSequences(PackedSequences):
         self.packing, self.shuffle, self.seed, self.n_sequences = packing, training.shuffle, seed, len(packing)
         self.seq_len = packing.seq_len
         if not self.n_sequences:
-            short = f"conversations of at most {self.seq_len + 1:,} tokens"
-            what = "documents" if packing.long == "split" else short
-            raise ConfigError([f"training.seq_len = {self.seq_len}: the dataset has no {what} to train on"])
+            most = f"{self.seq_len + 1:,} tokens"
+            short = f'conversations of at most {most}; set it higher, or training.long_conversations = "truncate"'
+            what = {"split": "documents to train on", "truncate": f"answers in the first {most}; set it higher"}
+            raise ConfigError(
+                [f"training.seq_len = {self.seq_len}: the dataset has no {what.get(packing.long, short)}"]
+            )
 
     def __str__(self) -> str:
         return str(self.packing)

@@ -106,10 +106,6 @@ class ChatTemplate:
             own.is_beginning = True
         return found
 
-    def conversation(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> Conversation:
-        """Return the last of `conversations`."""
-        return self.conversations(Row(messages, tools))[-1]
-
     def conversations(self, row: Row, *, special: bool = False) -> list[Conversation]:
         """Return the text of a row's messages, after those of their beginnings whose last answer is rendered in another
         way when others follow, such as without its reasoning. With `special`, special tokens in messages are such.

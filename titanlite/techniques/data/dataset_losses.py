@@ -18,11 +18,8 @@ class DatasetLosses(Observer):
     """Adds up the token losses of each dataset over training steps, on every rank for the tokens that it contributes.
 
     The output head passes on the token losses of one microbatch after the other, in the order of this rank's sequences.
-    They are not read from the device before `totals` is called.
-
-    Args:
-        loader: has the position in the data.
-        data_rank: which of the data-parallel ranks this one is.
+    They are not read from the device before `totals` is called. `data_rank` is this rank's number among the
+    data-parallel ranks, and `loader` has the position in the data.
     """
 
     def __init__(

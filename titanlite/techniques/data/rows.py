@@ -12,7 +12,8 @@ from titanlite.data.documents import text_of
 from titanlite.data.files import TOOLS
 
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool"}
-"""Roles that ShareGPT's key "from" has by other names."""
+ROLES |= {role: role for role in ("system", "user", "assistant", "tool")}
+"""Roles by their names in ShareGPT's key "from"."""
 TRAINED = ("train", "trainable", "training", "weight", "loss")
 """Keys of a message by which other programs train on it (true, 1) or not (false, 0): axolotl, OpenAI, ms-swift."""
 KEYS = ("role", "content", *TRAINED)
@@ -49,7 +50,7 @@ def conversation_of(training: Training, values: dict[str, Any]) -> Row:
 def tools_of(value: Any) -> list[Any] | None:
     """Return the value of the column TOOLS, a list or its JSON; None if it has none. Raises ValueError for another."""
     with contextlib.suppress(ValueError, RecursionError):
-        value = json.loads(value) if isinstance(value, str) and value.strip() else value
+        value = json.loads(value.strip() or "null") if isinstance(value, str) else value
     if value and not isinstance(value, list):
         raise ValueError(f"column {TOOLS}: expected a list of tools, or its JSON, found {show(value)[:40]}")
     return value or None
@@ -64,17 +65,20 @@ def unread_keys(training: Training, messages: list[dict[str, Any]], words: froze
 def _message(row: Any, number: int) -> dict[str, Any]:
     """Return a message with the keys role and content, also of one that ShareGPT writes with "from" and "value"."""
     if isinstance(row, dict) and row.get("role") is None and isinstance(name := row.get("from"), str):
-        if name == "function_call":
-            raise ValueError(f'message {number}: "from": "{name}": write "role": "assistant" with "tool_calls"')
+        if name not in ROLES:
+            problem = f'message {number}: "from": {show(name)[:40]}: expected one of {", ".join(ROLES)}'
+            raise ValueError(f'{problem}; write others with "role", as "role": "assistant" with "tool_calls"')
         rest = {key: value for key, value in row.items() if key not in ("from", "value")}
-        row = {**rest, "role": ROLES.get(name, name), "content": row.get("value")}
+        row = {**rest, "role": ROLES[name], "content": row.get("value")}
     if not isinstance(row, dict) or not isinstance(row.get("role"), str):
         problem = f'message {number}: expected an object with a string "role" and "content"'
         raise ValueError(f'{problem}, or with "from" and "value"')
-    message = {key: value for key, value in row.items() if value is not None or key == "content"}
-    content, has_more = row.get("content"), any(key not in KEYS for key in message)
+    message = {key: value for key, value in row.items() if value is not None}
+    content = message.get("content")
+    if content is None and not message.get("tool_calls"):
+        raise ValueError(f'message {number}: expected "content", or "tool_calls"; found only {", ".join(message)}')
     is_list = isinstance(content, list) and all(isinstance(part, dict) for part in content)
-    if not is_list and (content is not None or not has_more):  # a list has the parts of a text, and tools may be called
+    if content is not None and not is_list:  # a list has the parts of a text
         message["content"] = text_of(content, f"content of message {number}")
     return message
 

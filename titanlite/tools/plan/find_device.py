@@ -1,5 +1,6 @@
 """Find the device that a plan is for: by its name, or in a user's TOML file."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,10 @@ from titanlite.metrics.devices import DEVICES, Device
 def find_device(name: str) -> Device:
     """Return a device by its name in DEVICES, or from a TOML file with the keys and units of `Device`.
 
-    Raises:
-        ConfigError: if there is none, or a key of the file is missing, unknown or wrong.
-    """
+    Raises ConfigError if there is none, or a key of the file is missing, unknown or wrong."""
     if name in DEVICES:
         return DEVICES[name]
-    file = Path(name).expanduser()
+    file = Path(os.path.expanduser(name))
     if file.suffix != ".toml":
         problem = f"plan.device = {show(name)}: expected one of {', '.join(DEVICES)}, or a TOML file"
         raise ConfigError([problem + did_you_mean(name, DEVICES)])
