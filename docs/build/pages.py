@@ -60,8 +60,8 @@ def reading_order() -> str:
     text = (
         f"The heart is these {len(paths)} files: {total:,} lines, {total / LINES_PER_MINUTE / 60:.1f} hours at an "
         f"assumed {LINES_PER_MINUTE} lines per minute. A debug run with checkpoints imports at most "
-        f"{test_architecture.LINES_OF_A_DEBUG_RUN:,} lines, and once its token cache is built "
-        f"{test_architecture.LINES_WITH_A_TOKEN_CACHE:,}. Each part of the package has a fixed ceiling:"
+        f"{test_architecture.LINES_OF_A_DEBUG_RUN:,} lines ({test_architecture.LINES_WITH_A_TOKEN_CACHE:,} with its "
+        "token cache). Each part has a ceiling:"
     )
     return f"{table(['file in titanlite/', 'lines', 'minutes'], rows)}\n{wrapped(text)}\n{parts_table()}"
 

@@ -102,7 +102,9 @@ def test_ranks_with_other_code_are_named_with_its_files(ranks):
 
 
 def test_the_code_is_every_file_of_the_package():
-    files = {str(path.relative_to(ROOT)) for path in (ROOT / "titanlite").rglob("*.py")}
+    paths = [path for suffix in (".py", ".toml") for path in (ROOT / "titanlite").rglob(f"*{suffix}")]
+    files = {str(path.relative_to(ROOT)) for path in paths}
+    assert "titanlite/config/models.toml" in files
     assert same_config.code().keys() == files
     assert len(set(same_config.code().values())) == len({(ROOT / name).read_bytes() for name in files})
 

@@ -100,6 +100,7 @@ class Checkpointer(NoCheckpoints):
             self._names.recover()
 
     def begin(self, options: Model, seed: int) -> dict[str, Any]:
+        """Load the newest checkpoint; without one, begin as a run without checkpoints does."""
         mark("loading a checkpoint")
         if not (saved := self.resume(self.run.model, self.run.optimizer)):
             return super().begin(options, seed)

@@ -15,9 +15,10 @@ from titanlite.files.durable import checksum
 
 
 def code() -> dict[str, str]:
-    """Return a hash of each file of the package's code and tables, by its path."""
+    """Return a hash of each file of the package's code and tables, not of configs, by its path."""
     root = Path(__file__).parents[2]
-    files = [path for path in root.glob("titanlite/**/*.*") if path.suffix in (".py", ".toml")]
+    tables = (path for path in root.glob("titanlite/**/*.toml") if "configs" not in path.relative_to(root).parts)
+    files = [*root.glob("titanlite/**/*.py"), *tables]
     return {str(path.relative_to(root)): checksum(path.read_bytes()) for path in files}
 
 
