@@ -51,15 +51,15 @@ LINES_OF_A_DEBUG_RUN, LINES_OF_THE_PACKAGE = 11_695, 30_122
 CEILINGS = {
     "heart": 3571,
     "config": 2948,
-    "config of Hugging Face": 1362,
+    "config of Hugging Face": 1334,
     "data": 2253,
     "checkpoint": 1743,
     "launch": 2026,
     "metrics": 841,
     "files": 311,
-    "hf": 938,
+    "hf": 937,
     "techniques": 4373,
-    "tools": 9308,
+    "tools": 9268,
     "other": 117,
 }
 """Lines that each part of the package may have. They are fixed: a part that grows takes from itself, and a ceiling is
