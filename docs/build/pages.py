@@ -93,7 +93,7 @@ def readme(text: str) -> str:
 
 def architecture(text: str) -> str:
     """Return docs/architecture.md with its tables of the parts and of complex functions rewritten."""
-    return with_table(with_table(text, "parts", parts_table()), "complexity", complexity_table())
+    return with_table(text, "parts", f"{parts_table()}\n{complexity_table()}")
 
 
 # docs/reference/commands.md -------------------------------------------------------------------------------------------

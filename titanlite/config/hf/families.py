@@ -66,7 +66,7 @@ class Family:
     rotated: float | None = None
     """Default of partial_rotary_factor; None: all channels are rotated."""
     fits: Callable[[Section], bool] = lambda _: True
-    """Whether a model's options, each of which its models may have, are so together."""
+    """Whether options that its models may have also fit together."""
 
     def allows(self, model: Section) -> bool:
         """Return whether a model of this type can have the options of a model, layers apart."""
