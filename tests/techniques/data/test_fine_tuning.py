@@ -578,7 +578,7 @@ def test_the_place_of_conversations_that_are_encoded_is_that_of_the_first(templa
     own = template(PLAIN)
     file = write_rows(tmp_path / "a.jsonl", [{"messages": messages} for messages in CONVERSATIONS])
     options = training(dataset="json", dataset_path=str(file), dataset_format="messages")
-    work = shard_builder.CacheOptions(Source(options), own.tokenizer.path, 0.0, name_of(ChatTemplate))
+    work = shard_builder.CacheOptions(Source(options), 0.0, name_of(ChatTemplate))
     monkeypatch.setattr(own.tokenizer, "encode_together", mock.Mock(side_effect=InterruptedError))
     arguments = (tmp_path / "b", "uint16", 0, list(open_dataset(Source(options))[0]), work, lambda *counts: None)
     places: list[tuple[str, int]] = []
