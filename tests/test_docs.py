@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [README, *DOCS, *sorted((ROOT / "benchmarks").glob("*.md")), ROOT / "verification" / "README.md"]
-PROSE_COLUMNS, README_LINES = 100, 200
+PAGES += [AGENTS := ROOT / "AGENTS.md"]
+PROSE_COLUMNS, README_LINES, AGENTS_LINES = 100, 200, 60
 MOST_PAGES, MOST_LINES = 23, 4938
 """Of pages in docs/ that are written by hand. Commands write docs/reference/, docs/testing.md and docs/families.md."""
 
@@ -214,8 +215,25 @@ def test_a_line_of_a_run_on_a_cpu_has_no_mfu(path: Path):
     assert [line for line in path.read_text().splitlines() if " tok/s " in line and "MFU" in line] == []
 
 
-def test_the_readme_is_short():
+def test_the_readme_and_the_rules_in_short_are_short():
     assert len(README.read_text().splitlines()) < README_LINES
+    assert len(AGENTS.read_text().splitlines()) <= AGENTS_LINES
+
+
+def unknown_paths(text: str) -> list[str]:
+    """Return the modules and test files of the commands in blocks of code that do not exist."""
+    commands = "\n".join(FENCE.findall(text))
+    names = [name.replace(".", "/") for name in re.findall(r"python -m (\w+(?:\.\w+)+)", commands)]
+    names += [name for line in re.findall(r"pytest (.*?)(?: #|$)", commands, re.MULTILINE) for name in line.split()]
+    return [name for name in names if "/" in name and not any((ROOT / f"{name}{end}").exists() for end in ("", ".py"))]
+
+
+def test_the_commands_of_the_rules_in_short_exist():
+    assert unknown_paths(AGENTS.read_text()) == []
+    assert unknown_paths("```sh\npython -m docs.build.page  # a\npytest tests/none tests/data -k x\n```\n") == [
+        "docs/build/page",
+        "tests/none",
+    ]
 
 
 def pages_by_hand(pages: dict[str, str]) -> tuple[int, int]:
