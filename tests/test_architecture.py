@@ -20,6 +20,7 @@ SEE_THE_FULL_CONFIG = (
         "tools/advise/",
         "tools/parity/",
         "tools/config.py",
+        "tools/source.py",
         "tools/from_torchtitan/",
         "tools/tokenize.py",
     ),

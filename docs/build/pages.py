@@ -3,15 +3,16 @@
     python -m docs.build.pages
 
 It writes the reading order in README.md, the table of parts there and in docs/architecture.md, the table of complex
-functions there, and the pages docs/reference/commands.md and docs/reference/support.md.
-tests/test_docs.py fails until they are what this script writes. `titanlite config --reference` writes
-docs/reference/config.md.
+functions there, the pages docs/reference/commands.md and docs/reference/support.md, and docs/reference/source_debug.txt.
+tests/test_docs.py and tests/tools/test_source.py fail until they are what this script writes. docs/reference/config.md
+is written by `titanlite config --reference`.
 """
 
 import argparse
 import ast
 import contextlib
 import importlib
+import io
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
@@ -27,11 +28,13 @@ from tests.techniques import test_gpt_oss, test_mla, test_qk_clip
 from tests.techniques.moe import test_moe
 from titanlite.launch.arguments import Parser
 from titanlite.launch.cli import COMMANDS
+from titanlite.tools import source
 
 ROOT = Path(__file__).parents[2]
-README, ARCHITECTURE, COMMANDS_PAGE, SUPPORT_PAGE = (
-    ROOT / name
-    for name in ("README.md", "docs/architecture.md", "docs/reference/commands.md", "docs/reference/support.md")
+README, ARCHITECTURE = ROOT / "README.md", ROOT / "docs" / "architecture.md"
+REFERENCE = ROOT / "docs" / "reference"
+COMMANDS_PAGE, SUPPORT_PAGE, SOURCE_PAGE = (
+    REFERENCE / name for name in ("commands.md", "support.md", "source_debug.txt")
 )
 LINES_PER_MINUTE = 15
 """How fast a reader of code is taken to be, comments and docstrings included. Nobody was timed."""
@@ -57,9 +60,12 @@ def reading_order() -> str:
         for path, n in lines.items()
     ]
     total = sum(lines.values())
+    n_run, _, n_with_comments = re.findall(r"\d[\d,]*", SOURCE_PAGE.read_text().splitlines()[-1])[:3]
     text = (
         f"The heart is these {len(paths)} files: {total:,} lines, {total / LINES_PER_MINUTE / 60:.1f} hours at an "
-        f"assumed {LINES_PER_MINUTE} lines per minute. A debug run with checkpoints imports at most "
+        f"assumed {LINES_PER_MINUTE} lines per minute. A plain Llama (`debug`) executes "
+        f"[{n_run} of them](docs/reference/source_debug.txt), {n_with_comments} with docstrings and comments: "
+        "`titanlite source debug`. A debug run with checkpoints imports at most "
         f"{test_architecture.LINES_OF_A_DEBUG_RUN:,} lines ({test_architecture.LINES_WITH_A_TOKEN_CACHE:,} with its "
         "token cache). Each part has a ceiling:"
     )
@@ -271,7 +277,15 @@ def support_page() -> str:
     return "\n".join(parts)
 
 
+def source_page() -> str:
+    """Return what `titanlite source debug` prints: the lines that a plain Llama executes."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        source.main(["debug"])
+    return out.getvalue()
+
+
 def main() -> None:
+    SOURCE_PAGE.write_text(source_page())
     README.write_text(readme(README.read_text()))
     ARCHITECTURE.write_text(architecture(ARCHITECTURE.read_text()))
     COMMANDS_PAGE.write_text(commands_page())

@@ -20,6 +20,7 @@ COMMANDS = {
     "calibrate": ("titanlite.tools.calibrate.command", "measure the devices at hand, for plans of runs on them"),
     "advise": ("titanlite.tools.advise.command", "search the layouts of a model on so many devices"),
     "parity": ("titanlite.tools.parity.command", "compare a config's layout with a single process"),
+    "source": ("titanlite.tools.source", "print the lines of titanlite that a config executes"),
     "diff": ("titanlite.tools.diff.command", "find the first tensor at which two runs differ"),
     "tokenize": ("titanlite.tools.tokenize", "tokenize the dataset of a config before a run"),
     "checkpoint": ("titanlite.tools.checkpoint", "list and verify the checkpoints of a run"),

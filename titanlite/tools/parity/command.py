@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
         launch = Launch(0, 0, world_size, world_size, n_devices=0)
     config, changes = smaller(loaded, launch, arguments.dtype)
     if not launched:
-        _check_memory(loaded.file, launch.world_size)
+        check_memory(loaded.file, launch.world_size)
     # Here, since it takes seconds to import torch, and --help and a wrong config need none.
     from titanlite.launch.process_group import device_of, process_group
     from titanlite.metrics.summary import describe_mesh
@@ -111,9 +111,9 @@ def _compare_all(config_arguments: list[str], own: Parts, arguments: Any) -> int
     return 0 if counts["equal"] and counts.keys() <= {"equal", "impossible"} else 1
 
 
-def _check_memory(file: str, world_size: int) -> None:
+def check_memory(file: str, world_size: int) -> None:
     needed, free = world_size * GIB_PER_RANK, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     if needed > free:
         problem = f"{file}: {world_size} ranks need about {needed:.0f} GiB, and this machine has {free:.0f} free"
-        action = "lower a data-parallel degree on the command line, or start it with torchrun on the config's nodes"
+        action = "lower a data-parallel degree on the command line, or use titanlite parity under torchrun on its nodes"
         raise ConfigError([f"{problem}; {action}"])
