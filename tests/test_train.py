@@ -592,7 +592,7 @@ def test_the_resume_tests_can_fail(runs, folder):
     """A data position that is off by one sequence shows in the losses."""
     uninterrupted = runs(1, "uninterrupted", "--checkpoint.enable")
     runs(1, "run", "--checkpoint.enable", "--training.steps=3")
-    data = {"next_sequence": 25, "streaming_shards": {}, "counts": [25 * 64, 0, 0, 0]}
+    data = {"next_sequence": 25, "counts": [25 * 64, 0, 0, 0]}
     change_state(folder / "run" / "checkpoint" / "step-3", lambda state: state.update(data=data))
     resumed = computed(runs(1, "run", "--checkpoint.enable"))
     assert resumed[:3] == computed(uninterrupted)[:3]
@@ -616,7 +616,7 @@ def test_a_run_writes_no_pickle(runs, folder):
     assert {path.name for path in step.iterdir()} == {"manifest.json", "state.json", *files}
     state = json.loads((step / "state.json").read_text())
     counts = state["data"].pop("counts")
-    assert (state["step"], state["skipped"], state["data"]) == (6, 0, {"next_sequence": 48, "streaming_shards": {}})
+    assert (state["step"], state["skipped"], state["data"]) == (6, 0, {"next_sequence": 48})
     assert counts[0] == 48 * 64
     names = set()
     for path in (each for each in (folder / "run").rglob("*") if each.is_file()):

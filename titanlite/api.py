@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from titanlite import config
 from titanlite.checkpoint.export import export_last_step
@@ -24,6 +23,7 @@ from titanlite.techniques.own import Own, load_own
 from titanlite.tools.parity.standard_set import verdicts
 from titanlite.tools.plan.planner import make_plan
 from titanlite.tools.plan.result import Plan
+from titanlite.torch_workarounds import forget_meshes
 from titanlite.train import train
 
 
@@ -86,7 +86,7 @@ def run(argv: list[str], own: Own | str = "") -> RunResult:
         if dist.is_initialized():
             dist.destroy_process_group()
         mesh.forget_layouts()
-        _clear_sharding_prop_cache()  # private (tried on torch 2.13): it would keep the groups, their files and threads
+        forget_meshes()
         gc.collect()
         process.clean_up()
         progress.train_timeout = None

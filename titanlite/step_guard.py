@@ -26,7 +26,17 @@ class Confirming(Protocol):
         """Set aside the checkpoints whose weights gave no finite step, and return words for the error's message."""
 
 
-class LossScale(Protocol):
+class Owner(Protocol):
+    """Has a part of a checkpoint's state."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the part, plain JSON under its key."""
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint's state. Raises ConfigError for a damaged part."""
+
+
+class LossScale(Owner, Protocol):
     """Scales the loss in float16 (techniques/loss_scale.py)."""
 
     value: float
@@ -34,14 +44,8 @@ class LossScale(Protocol):
     def update(self, *, overflowed: bool) -> None:
         """Adapt the factor after a step."""
 
-    def state(self) -> list[float]:
-        """Return plain JSON for a checkpoint."""
 
-    def load(self, state: list[float]) -> None:
-        """Continue from what `state` has returned."""
-
-
-class OutlierSteps(Protocol):
+class OutlierSteps(Owner, Protocol):
     """Skips steps of far larger gradient norms than recent ones have (techniques/outlier_steps.py)."""
 
     n_skipped: int
@@ -52,12 +56,6 @@ class OutlierSteps(Protocol):
 
     def skipped(self, norm: float) -> bool:
         """Return whether the last step was skipped."""
-
-    def state(self) -> dict[str, Any]:
-        """Return plain JSON for a checkpoint."""
-
-    def load(self, **state: Any) -> None:
-        """Continue from what `state` has returned."""
 
 
 class StepGuard:
@@ -115,17 +113,16 @@ class StepGuard:
 
     def state(self) -> dict[str, Any]:
         """Return plain JSON for a checkpoint."""
-        optional = {"loss_scale": self._loss_scale, "outliers": self._outliers}
-        return {"skipped": self.n_nonfinite, **{name: each.state() for name, each in optional.items() if each}}
+        state: dict[str, Any] = {"skipped": self.n_nonfinite}
+        for owner in filter(None, (self._loss_scale, self._outliers)):
+            state |= owner.state()
+        return state
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from what `state` has returned; if it is empty, begin."""
-        if state:
-            self.n_nonfinite = state["skipped"]
-        if self._loss_scale and state.get("loss_scale"):
-            self._loss_scale.load(state["loss_scale"])
-        if self._outliers and state.get("outliers"):
-            self._outliers.load(**state["outliers"])
+        """Continue from a checkpoint's state; if it is empty, begin. Raises ConfigError for a damaged part."""
+        self.n_nonfinite = state.get("skipped", 0)
+        for owner in filter(None, (self._loss_scale, self._outliers)):
+            owner.load(state)
 
     def report_divergence(self, vocab_size: int) -> None:
         """Say so if the last loss is worse than that of a uniform guess."""

@@ -472,6 +472,8 @@ def read_checkpoint(folder: Path, name: str, found: dict[str, dict[str, Any]]) -
     from safetensors import safe_open
 
     for key, value in json.loads((folder / "state.json").read_text()).items():
+        if key == "data":
+            value = {name: part for name, part in value.items() if (name, part) != ("streaming_shards", {})}
         # The config has the folder of the run.
         if key != "config" and not (key == "loss_scale" and value[0] == 1):
             found["values"][f"{name}, {key}"] = value

@@ -52,7 +52,7 @@ class Copies(TorchDispatchMode):
         if name in COPIES:
             read = [x for x in tree_iter(args[1:] if name == "copy_" else args) if isinstance(x, Tensor)]
             written = (kwargs or {}).get("out", args[0] if name.endswith("_") else result)
-            # NothingToReduce has FSDP2 copy a buffer onto itself, which copy_ leaves alone.
+            # torch_workarounds.NothingToReduce has FSDP2 copy a buffer onto itself, which copy_ leaves alone.
             onto_itself = name == "copy_" and args[0].data_ptr() == args[1].data_ptr()
             if any(x.numel() in self.sizes for x in read) and not onto_itself:
                 self.operators[name] += 1

@@ -65,7 +65,7 @@ def mixture_block(n: int) -> float:
 
 def rate(sequences: Any) -> float:
     """Return tokens per second of some sequences."""
-    reader = sequences.read(0, 1, {})
+    reader = sequences.read(0, 1)
     return SEQUENCES * SEQ_LEN / seconds(lambda: list(itertools.islice(reader, SEQUENCES)))
 
 

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from tests.helpers.checkpoint import (
     tensors,
     write_checkpoint,
 )
-from tests.helpers.data import Code
+from tests.helpers.data import Code, numbered_sequences, open_loader, rejection
 from titanlite.checkpoint.files import write_file
 from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.manifest import MANIFEST, STATE, FileEntry, Manifest, Stored, build_manifest
@@ -34,6 +35,12 @@ from titanlite.config import ConfigError
 from titanlite.files.safetensors import BLOCK_BYTES
 from titanlite.launch.cli import run_command
 from titanlite.parallel.shards import Slice
+from titanlite.step_guard import StepGuard
+from titanlite.techniques.data.mixture import Component, MixedSequences
+from titanlite.techniques.data.streaming import StreamingSequences
+from titanlite.techniques.loss_scale import LossScale
+from titanlite.techniques.outlier_steps import OutlierSteps
+from titanlite.techniques.replicas.torchft import Replicas
 
 FIRST, SECOND = FILES
 
@@ -398,28 +405,8 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     "a negative step": (state_with(step=-7), f"{STATE}: step: "),
     "an identity that is a list": (state_with(identity=[1]), f"{STATE}: identity: "),
     "an identity with code": (state_with(identity={"dim": {"code": 1}}), f"{STATE}: identity.dim"),
-    "a loss scale of three": (state_with(loss_scale=[1.0, 0, 0]), f"{STATE}: loss_scale"),
     "skipped steps that are none": (state_with(skipped=-1), f"{STATE}: skipped"),
     "data that is text": (state_with(data="x"), f"{STATE}: data"),
-    "no data position": (state_with(data={}), f"{STATE}: data.next_sequence: Field required"),
-    "a negative data position": (state_with(data={"next_sequence": -1}), f"{STATE}: data.next_sequence: Input should"),
-    "a giant data position": (state_with(data={"next_sequence": 2**63}), f"{STATE}: data.next_sequence: Input should"),
-    "a data position of text": (state_with(data={"next_sequence": "1"}), f"{STATE}: data.next_sequence: Input should"),
-    "a streaming shard without a number": (
-        state_with(data={"next_sequence": 1, "streaming_shards": {"a": {"position": None, "used": 0}}}),
-        f"{STATE}: data.streaming_shards.a",
-    ),
-    "a negative number of used tokens": (
-        state_with(data={"next_sequence": 1, "streaming_shards": {"0": {"position": [0, 0], "used": -1}}}),
-        f"{STATE}: data.streaming_shards.0.used: ",
-    ),
-    "a place before the file": (
-        state_with(data={"next_sequence": 1, "streaming_shards": {"0": {"position": [0, -1], "used": 0}}}),
-        f"{STATE}: data.streaming_shards.0.position",
-    ),
-    "a loss scale that is no number": (state_with(loss_scale=[math.nan, 0]), f"{STATE}: loss_scale.0: "),
-    "a mixture without counts": (state_with(data={"next_sequence": 1, "mixture": {}}), f"{STATE}: data.mixture."),
-    "an unknown key of the state": (state_with(code="os.system"), f"{STATE}: code"),
 }
 
 
@@ -431,6 +418,96 @@ def test_hostile_files_are_rejected(step: Path, case: str, monkeypatch: pytest.M
     change(step)
     assert message in problem(step)
     assert not (step.parent / "code_ran").exists()
+
+
+def load_guard(state: dict[str, Any]) -> None:
+    cpu = torch.device("cpu")
+    StepGuard(0, LossScale(8.0, growth_interval=2), OutlierSteps(2.0, 4, cpu)).load(state)
+
+
+def load_data(state: dict[str, Any]) -> None:
+    open_loader(numbered_sequences(), state=state["data"]).close()
+
+
+def load_stream(state: dict[str, Any]) -> None:
+    StreamingSequences.resumed(mock.Mock(), state["data"])
+
+
+def load_mixture(state: dict[str, Any]) -> None:
+    component = Component("a", numbered_sequences(), "content", 1, None)
+    MixedSequences([component], seed=1).resumed(state["data"])
+
+
+def load_groups(state: dict[str, Any]) -> None:
+    groups = mock.Mock(section=mock.Mock(group_size=2))
+    Replicas.begin(groups, 7, state, mock.Mock(), mock.Mock())
+
+
+def shards(**shard: Any) -> dict[str, Any]:
+    return {"data": {"next_sequence": 1, "streaming_shards": {"0": {"position": None, "used": 0} | shard}}}
+
+
+MIXTURE = {"identity": "", "first": 0, "counts": {}, "phase": {}, "read": {}}
+HOSTILE_PARTS: dict[str, tuple[Callable[[dict[str, Any]], None], dict[str, Any], str]] = {
+    "a loss scale of three": (load_guard, {"loss_scale": [1.0, 0, 0]}, "loss_scale: "),
+    "a loss scale that is no number": (load_guard, {"loss_scale": [math.nan, 0]}, "loss_scale.0: "),
+    "outliers that are text": (load_guard, {"outliers": "x"}, "outliers: Input should be"),
+    "outliers without keys": (load_guard, {"outliers": {}}, "outliers.skipped: Field required"),
+    "a norm that is infinite": (load_guard, {"outliers": {"skipped": 0, "norms": [math.inf]}}, "outliers.norms.0: "),
+    "norms without a number": (load_guard, {"outliers": {"norms": []}}, "outliers.skipped: Field required"),
+    "no data position": (load_data, {"data": {}}, "data.next_sequence: Input should"),
+    "a negative data position": (load_data, {"data": {"next_sequence": -1}}, "data.next_sequence: Input should"),
+    "a giant data position": (load_data, {"data": {"next_sequence": 2**63}}, "data.next_sequence: Input should"),
+    "a data position of text": (load_data, {"data": {"next_sequence": "1"}}, "data.next_sequence: Input should"),
+    "three counts": (load_data, {"data": {"next_sequence": 1, "counts": [1, 2, 3]}}, "data.counts"),
+    "a streaming shard without a number": (
+        load_stream,
+        {"data": {"next_sequence": 1, "streaming_shards": {"a": {"position": None, "used": 0}}}},
+        "data.streaming_shards.a",
+    ),
+    "a negative number of used tokens": (load_stream, shards(used=-1), "data.streaming_shards.0.used: "),
+    "a place before the file": (load_stream, shards(position=[0, -1]), "data.streaming_shards.0.position"),
+    "an unknown key of a shard": (load_stream, shards(code="os.system"), "data.streaming_shards.0.code: "),
+    "a mixture without counts": (
+        load_mixture,
+        {"data": {"next_sequence": 1, "mixture": {}}},
+        "data.mixture.identity: Field required",
+    ),
+    "a mixture without a position": (load_mixture, {"data": {"mixture": MIXTURE}}, "data.next_sequence: Input should"),
+    "a negative count of a mixture": (
+        load_mixture,
+        {"data": {"next_sequence": 1, "mixture": MIXTURE | {"counts": {"a": -1}}}},
+        "data.mixture.counts.a: ",
+    ),
+    "batches of text": (load_groups, {"batches_of_groups": "1"}, "batches_of_groups: "),
+    "a history of text": (load_groups, {"history": [[1, 2, "x"]]}, "history.0.2: "),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE_PARTS)
+def test_hostile_parts_are_rejected_by_their_owners(step: Path, case: str):
+    """All checksums are right, and what every checkpoint has is good: only the part of one owner is wrong."""
+    owner, change, message = HOSTILE_PARTS[case]
+    change_state(step, lambda state: state.update(change))
+    state = CheckpointReader(step).state
+    assert rejection(lambda: owner(state)).startswith(f"checkpoint: {STATE}: {message}")
+
+
+OWNERS: dict[Callable[[dict[str, Any]], None], dict[str, Any]] = {
+    load_guard: {"loss_scale": [1.0, 0], "outliers": {"skipped": 1, "norms": [0.5]}},
+    load_data: {"data": {"next_sequence": 1, "counts": [1, 2, 3, 4]}},
+    load_stream: shards(used=1),
+    load_mixture: {"data": {"next_sequence": 0, "mixture": MIXTURE | {"identity": "other"}}},
+    load_groups: {"batches_of_groups": 3, "history": [[1, 2, [0, 1]]]},
+}
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+def test_good_parts_are_accepted_and_those_of_no_owner_are_not_read(step: Path, owner: Any):
+    change_state(step, lambda state: state.update(OWNERS[owner]))
+    change_state(step, lambda state: state.update(unknown="os.system"))
+    change_state(step, lambda state: state["data"].update(unknown="os.system"))
+    owner(CheckpointReader(step).state)
 
 
 def test_nothing_is_changed_by_a_checkpoint_of_another_model(step: Path):

@@ -69,7 +69,7 @@ def test_files_of_its_own_for_the_validation_split(tmp_path, streaming):
     )
     options = {"dataset": "json", "dataset_path": str(file), "streaming": streaming}
     sequences, validation, _ = open_sequences(tmp_path, {"dataset_path": str(own)}, **options)
-    assert as_lists(next(sequences.read(0, 1, {}))[0])[0] == flat(some_texts())[:T]
+    assert as_lists(next(sequences.read(0, 1))[0])[0] == flat(some_texts())[:T]
     assert (
         isinstance(sequences, StreamingSequences) if streaming else sequences.tokens[:].tolist() == flat(some_texts())
     )

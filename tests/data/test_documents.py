@@ -194,7 +194,7 @@ def test_errors_of_the_hub_while_streaming_are_training_errors(monkeypatch, erro
         raise RuntimeError("what wraps the reason") from error
 
     monkeypatch.setattr(datasets, "load_dataset", lambda **_: datasets.IterableDataset.from_generator(documents))
-    sequences = open_stream("hub", "some/thing").read(0, 1, {})
+    sequences = open_stream("hub", "some/thing").read(0, 1)
     next(sequences)
     with pytest.raises(TrainingError) as raised:
         next(sequences)

@@ -87,9 +87,9 @@ def check_resume(
     steps: int, ranks_before: int, batch_before: int, ranks_after: int, batch_after: int, off: int = 0
 ) -> None:
     before, states = consume(numbered_sequences, n_ranks=ranks_before, steps=steps, batch=batch_before)
-    position = {"next_sequence": steps * batch_before, "streaming_shards": {}}
+    position = {"next_sequence": steps * batch_before}
     assert all({**state, "counts": 0} == {**position, "counts": 0} for state in states)
-    state = {"next_sequence": states[0]["next_sequence"] + off, "streaming_shards": {}}
+    state = {"next_sequence": states[0]["next_sequence"] + off}
     after, _ = consume(numbered_sequences, n_ranks=ranks_after, steps=3, batch=batch_after, state=state)
     consumed = [sequence for step in before + after for sequence in step]
     assert [consumed] == in_steps(numbered_sequences(), steps * batch_before + 3 * batch_after, 1), "another order"
@@ -115,7 +115,7 @@ class EndlessSequences:
     def __init__(self, fails_at: int = -1):
         self.count, self.fails_at = 0, fails_at
 
-    def read(self, first: int, stride: int, shard_states: dict[int, Any]) -> Iterator[Any]:
+    def read(self, first: int, stride: int) -> Iterator[Any]:
         while self.count != self.fails_at:
             self.count += 1
             yield packing.Sequence(*(np.full(T, first) for _ in packing.Sequence._fields)), None

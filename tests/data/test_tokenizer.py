@@ -203,7 +203,7 @@ def test_a_tokenizer_that_multiplies_text_ends_its_process_only(assets, tmp_path
     assert line == f"{assets.folder}: {TOO_LARGE} at {file}, line 1, or near it; correct it"
     stream = open_stream("json", file)
     stream.tokenizer = build_tokenizer(str(assets.folder))
-    line = rejection(lambda: next(stream.read(0, 1, {})))
+    line = rejection(lambda: next(stream.read(0, 1)))
     assert line == f'{assets.folder}: {TOO_LARGE} at the text "banana", or shortly after it; correct it'
 
 

@@ -130,7 +130,7 @@ def open_stream(dataset: str, path: Any, streaming_shards: int = 1, **options: A
 def rejections(*arguments: Any, **options: Any) -> Iterator[str]:
     """How data is rejected when it is tokenized first and when it is streamed, as it is opened or as it is read."""
     yield rejection(lambda: texts_of(*arguments, **options))
-    yield rejection(lambda: list(zip(range(9), open_stream(*arguments, **options).read(0, 1, {}), strict=False)))
+    yield rejection(lambda: list(zip(range(9), open_stream(*arguments, **options).read(0, 1), strict=False)))
 
 
 # Sequences and batches -----------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def consume(
             of_ranks = [_sequences_of(loader.next(), size) for loader in loaders]
             assert {len(sequences) for sequences in of_ranks} == {batch // n_ranks}
             consumed.append([of_ranks[k % n_ranks][k // n_ranks] for k in range(batch)])
-        is_streaming = bool(loaders[0]._shard_states)
+        is_streaming = isinstance(loaders[0].sequences, StreamingSequences)
         return consumed, [] if is_streaming else [json.loads(json.dumps(loader.state())) for loader in loaders]
     finally:
         for loader in loaders:

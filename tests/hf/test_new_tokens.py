@@ -189,7 +189,7 @@ def test_an_id_that_occurs_is_one_line(assets: Assets, tmp_path: Path, streaming
     def read(n: int) -> None:
         tokenizer = build_tokenizer(str(assets.folder)).fit(Rows(n, f"model.vocab_size = {n}", "do this"))
         sequences, *_ = open_sequences(tokenizer, options, Validation(fraction=0.0), seed=0, builds_cache=True)
-        items = sequences.read(0, 1, {})
+        items = sequences.read(0, 1)
         for _ in range(20):
             next(items)
 

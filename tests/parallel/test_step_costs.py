@@ -33,7 +33,7 @@ from titanlite.optimizer import clip_factor, clipped_step, gradient_norm, set_lr
 from titanlite.parallel import fsdp, mesh
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
 from titanlite.parallel.float8 import convert_to_float8
-from titanlite.parallel.fsdp import NothingToReduce, prepare_accumulation_step
+from titanlite.parallel.fsdp import prepare_accumulation_step
 from titanlite.parallel.shards import local_shard
 from titanlite.parallel.tensor import apply_tensor_parallel
 from titanlite.techniques.low_bit_adam import LowBitAdam, _float32
@@ -41,6 +41,7 @@ from titanlite.tools.plan import planner
 from titanlite.tools.plan.dry_run import dry_run
 from titanlite.tools.plan.op_trace import Communication, Work, fake_world, recording
 from titanlite.tools.plan.segments import Pass
+from titanlite.torch_workarounds import NothingToReduce
 
 CPU = torch.device("cpu")
 DEBUG = "configs/debug.toml"

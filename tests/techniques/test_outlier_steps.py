@@ -76,7 +76,7 @@ def test_the_limit_is_that_of_the_window():
     limit = (known.mean() + 2 * known.std(correction=0)).item()
     assert take(outliers, limit * (1 + 1e-12), limit * (1 - 1e-12)) == [False, True]
     other = OutlierSteps(2.0, 4, torch.device("cpu"))
-    other.load(**outliers.state())
+    other.load(outliers.state())
     assert torch.equal(other._norms, outliers._norms)
 
 

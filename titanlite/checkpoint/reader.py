@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -14,58 +14,19 @@ from titanlite.checkpoint.folder import state_of
 from titanlite.checkpoint.manifest import DTYPES, STATE, read_json, read_manifest
 from titanlite.checkpoint.tensors import plain_shard
 from titanlite.config.loader import ConfigError
-from titanlite.files.durable import Int63, Record, parse
+from titanlite.files.durable import Record, parse
 from titanlite.parallel.shards import Slice, shard_slice
 
 
-class _Outliers(Record):
-    """What a run that skips outlier steps remembers of the steps before."""
-
-    skipped: int = Field(ge=0)
-    norms: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(max_length=1_000_000)
-
-
-class _ShardState(Record):
-    """Where a streaming shard is resumed."""
-
-    position: tuple[Int63, Int63] | dict[str, Any] | None
-    used: Int63
-    block: Int63 = 0
-    taken: Int63 = 0
-
-
-class _MixtureState(Record):
-    """Where a mixture is resumed."""
-
-    identity: str
-    first: Int63
-    counts: dict[str, Int63]
-    phase: dict[str, Int63]
-    read: dict[str, Int63]
-
-
-class _Data(Record):
-    """Where a run stands in its data."""
-
-    next_sequence: Int63
-    streaming_shards: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], _ShardState] = Field(default={})
-    mixture: _MixtureState | None = None
-    own: dict[str, Any] = Field(default={})
-    counts: tuple[Int63, Int63, Int63, Int63] | None = None
-
-
-class _State(Record):
-    """state.json: everything of a run but its tensors."""
+class _State(Record, extra="allow"):
+    """state.json: everything of a run but its tensors. Other keys, and those of `data`, have owners, which parse them
+    when they load them."""
 
     step: int = Field(ge=1)
     identity: dict[str, int | float | bool | str | list[Any]]
     config: dict[str, Any] = Field(default={})
     skipped: int = Field(default=0, ge=0)
-    loss_scale: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], Int63] | None = None
-    data: _Data
-    outliers: _Outliers | None = None
-    batches_of_groups: int | None = Field(default=None, ge=0)
-    history: list[tuple[int, int, list[int]]] = Field(default=[], max_length=1_000_000)
+    data: dict[str, Any]
 
 
 class CheckpointReader:

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.config.schema import Training, Validation
-from titanlite.data.packing import PADDING, Mixture, Sequence, Sequences, ShardState, SplitSequences
+from titanlite.data.packing import PADDING, Sequence, Sequences, SplitSequences
+from titanlite.files.durable import Int63, parse_part
 from titanlite.loss import IGNORED
 from titanlite.model import Documents
 
@@ -89,7 +89,7 @@ class Loader:
 
     def __init__(
         self,
-        sequences: Sequences | Mixture,
+        sequences: Sequences,
         training: Training,
         share: Share,
         *,
@@ -101,23 +101,22 @@ class Loader:
         self.start(state)
 
     def start(self, state: dict[str, Any] | None) -> None:
-        """Begin where `state` says; for another time, after `close`."""
+        """Begin where `state` says; for another time, after `close`. Raises ConfigError for a damaged state."""
         sequences, self.stateful = self.sequences, None
-        if hasattr(sequences, "resumed"):  # a mixture, or own data
+        if hasattr(sequences, "resumed"):  # a mixture, a stream, or own data
             self.stateful = sequences = sequences.resumed(state)
-        state = state or {"next_sequence": 0}
-        self.position, self._again = state["next_sequence"], list[Batch]()
-        self.counts = np.array(state.get("counts") or [self.position * self.training.seq_len, 0, 0, 0])
+        state = {"next_sequence": 0} if state is None else state
+        self.position, self._again = parse_part(state, "data.next_sequence", Int63), list[Batch]()
+        counts = parse_part(state, "data.counts", tuple[Int63, Int63, Int63, Int63] | None)
+        self.counts = np.array(counts or [self.position * self.training.seq_len, 0, 0, 0])
         """What `count` returns for all sequences of all ranks and steps."""
-        # Checkpoints of earlier versions have no streaming_shards; they can be resumed unless their data was streamed.
-        self._shard_states = {int(number): saved for number, saved in state.get("streaming_shards", {}).items()}
-        reader = sequences.read(self.position + self.share.rank, self.share.degree, dict(self._shard_states))
+        reader = sequences.read(self.position + self.share.rank, self.share.degree)
         self._ready = queue.Queue[Any](maxsize=PREFETCH_STEPS)  # items are what `next` needs, or an exception
         self._closed = False
         self._thread = threading.Thread(target=self._prefetch, args=(reader,), name="data", daemon=True)
         self._thread.start()
 
-    def _prefetch(self, reader: Iterator[tuple[Sequence, tuple[int, ShardState] | None]]) -> None:
+    def _prefetch(self, reader: Iterator[tuple[Sequence, tuple[int, Any] | None]]) -> None:
         size, document_mask = self.training.local_batch_size, self.training.document_mask
         accumulation_steps = self.training.global_batch_size // (size * self.share.degree)
         try:
@@ -144,7 +143,8 @@ class Loader:
             raise item
         batches, shard_states, self.step_counts = item
         self.position += self.training.global_batch_size
-        self._shard_states.update(shard_states)
+        if shard_states:
+            self.stateful.passed.update(shard_states)
         return batches
 
     def add(self, step_counts: list[float]) -> None:
@@ -165,17 +165,7 @@ class Loader:
 
     def state(self) -> dict[str, Any]:
         """Return where the run stands in its data, over all ranks, as plain JSON. Every rank must call it."""
-        shard_states = {}
-        if self._shard_states:
-            gathered: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(gathered, (self.share.rank, self._shard_states))
-            by_data_rank = dict(gathered)  # ranks that share a data-parallel rank have the same states
-            # A rank that resumed also has old states of other ranks' shards; the reader of a shard has its newest.
-            for index in sorted({index for states in by_data_rank.values() for index in states}):
-                states = by_data_rank[(index - self.position) % self.share.degree]
-                if index in states:
-                    shard_states[str(index)] = states[index]
-        state = {"next_sequence": self.position, "streaming_shards": shard_states, "counts": self.counts.tolist()}
+        state = {"next_sequence": self.position, "counts": self.counts.tolist()}
         return state | self.stateful.state(self.position) if self.stateful else state
 
 

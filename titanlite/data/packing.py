@@ -18,8 +18,6 @@ from titanlite.loss import IGNORED
 
 PADDING = IGNORED - 1
 """Target of an input that is no token of a document; a batch has IGNORED there."""
-ShardState = dict[str, Any]
-"""Where a streaming shard is to be read next, as plain JSON."""
 
 
 class Sequence(NamedTuple):
@@ -36,15 +34,14 @@ class Sequences(Protocol):
     """The training split as an endless order of packed sequences: PackedSequences, BestFitSequences, StreamingSequences
     or a Mixture."""
 
-    def read(
-        self, first: int, stride: int, shard_states: dict[int, ShardState]
-    ) -> Iterator[tuple[Sequence, tuple[int, ShardState] | None]]:
+    def read(self, first: int, stride: int) -> Iterator[tuple[Sequence, tuple[int, Any] | None]]:
         """Yield the sequences first, first + stride, ..., without end, each with the index of its streaming shard and
         the shard's state after it, or with None where the index of a sequence is all the state there is."""
 
 
 class Mixture(Sequences, Protocol):
-    """Sequences of several datasets (techniques/data/mixture.py). States are those of a loader, None at the start."""
+    """Sequences of several datasets (techniques/data/mixture.py). States are those of a loader, None at the start.
+    Streams and own data have `resumed` and `state`, too."""
 
     identity: str
 
@@ -52,10 +49,10 @@ class Mixture(Sequences, Protocol):
         """Raise ConfigError if a state is none of this mixture, or `n` more sequences are not there."""
 
     def resumed(self, loader_state: dict[str, Any] | None) -> "Mixture":
-        """Return the mixture to read from a state on."""
+        """Return the mixture to read from a state on. Raises ConfigError if its own part of the state is damaged."""
 
     def state(self, position: int) -> dict[str, Any]:
-        """Return the mixture's own part of a state, once `position` sequences were read, as plain JSON."""
+        """Return its own part of a state, plain JSON, once `position` sequences were read. Every rank must call it."""
 
 
 class SplitSequences(Protocol):
@@ -117,7 +114,7 @@ class PackedSequences:
         start = position * self.seq_len
         return split_sequence(self.tokens[start : start + self.seq_len + 1], self.tokenizer)
 
-    def read(self, first: int, stride: int, shard_states: dict[int, ShardState]) -> Iterator[tuple[Sequence, None]]:
+    def read(self, first: int, stride: int) -> Iterator[tuple[Sequence, None]]:
         """Yield the sequences first, first + stride, ..., as Sequences.read does."""
         while True:
             yield self[first], None

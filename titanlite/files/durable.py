@@ -4,11 +4,12 @@ import errno
 import json
 import os
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, TypeVar
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from titanlite.config.errors import TrainingError
 from titanlite.config.loader import ConfigError, printable
@@ -36,10 +37,19 @@ def parse(record: type[_Record], content: dict[str, Any], what: str) -> _Record:
         raise ConfigError([f"{what}: {first_problem(error)}"]) from None
 
 
-def first_problem(error: ValidationError) -> str:
-    """Return the place of the first problem, as `files.state.bytes`, and what is wrong there."""
+def parse_part(state: Mapping[str, Any], place: str, kind: Any) -> Any:
+    """Return what an owner has at a place of a checkpoint's state.json, as "data.mixture"; `state` is the object around
+    it. Raises ConfigError with the first problem if it is not of a kind: a Record, or another type."""
+    try:
+        return TypeAdapter(kind).validate_json(json.dumps(state.get(place.rpartition(".")[2])), strict=True)
+    except ValidationError as error:
+        raise ConfigError([f"checkpoint: state.json: {first_problem(error, place)}"]) from None
+
+
+def first_problem(error: ValidationError, *around: str) -> str:
+    """Return the place of the first problem, as `files.state.bytes`, and what is wrong there. `around`: keys of it."""
     first = error.errors()[0]
-    return printable(": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"]))))
+    return printable(": ".join(filter(None, (".".join(map(str, (*around, *first["loc"]))), first["msg"]))))
 
 
 def checksum(data: bytes | memoryview) -> str:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts as selec
 from titanlite.config.schema import ActivationCheckpoint
 from titanlite.model import Llama
 from titanlite.parallel.own_rules import RunsUncompiled
+from titanlite.torch_workarounds import checkpointed_half
 
 PRODUCTS = [operator.default for operator in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)]
 PRODUCTS += [getattr(torch.ops.aten, name).default for name in ("_scaled_mm", "_grouped_mm", "_int_mm")]
@@ -65,7 +66,7 @@ def apply_activation_checkpoint(model: Llama, activation_checkpoint: ActivationC
     for number, block in model.layers.items():
         if by_operator and isinstance(block.feed_forward, RunsUncompiled):
             # In two halves, since the compiler gets the first, and it has to see what is recomputed.
-            block.attend = _checkpointed_half(recompute, block.attend)
+            block.attend = checkpointed_half(recompute, block.attend)
             block.feed_forward.forward = _checkpointed(recompute, block.feed_forward.forward)
         elif mode == "full" or by_operator or int(number) % option == 0:
             block.forward = _checkpointed(recompute, block.forward)
@@ -76,10 +77,3 @@ def _checkpointed(recompute: Callable[..., Any], forward: Callable[..., Any]) ->
         return recompute(forward, *args)
 
     return checkpointed_forward
-
-
-def _checkpointed_half(recompute: Callable[..., Any], attend: Callable[..., Any]) -> Callable[..., Any]:
-    def checkpointed_attend(*args: Any) -> Any:  # torch 2.11 takes what it compiled for one function's code for another
-        return recompute(attend, *args)
-
-    return checkpointed_attend

@@ -8,23 +8,19 @@ from titanlite.config.schema import Compile
 from titanlite.loss import linear_cross_entropy
 from titanlite.model import Llama
 from titanlite.parallel.own_rules import RunsUncompiled
+from titanlite.torch_workarounds import backend_without_random_states
 
 
 def apply_compile(model: Llama, compile: Compile) -> None:
     """Compile a model or a pipeline stage in place, without a graph break."""
-    from torch._functorch import partitioners
-
-    # Nothing in a block is random, but to the compiler attention is, for a dropout that is not there. Its random state
-    # on a CPU is saved after a DTensor's mesh, where 2.12 and 2.13 expect no tensor: with TP recomputed blocks fail.
-    # Private: torch._functorch.partitioners.has_recomputable_rng_ops (tried on torch 2.11 to 2.15).
-    partitioners.has_recomputable_rng_ops = lambda _: False
+    backend = backend_without_random_states(compile.backend)
     if "model" in compile.components:
         for block in model.layers.values():
             name = "forward"  # not the block itself, since FSDP's hooks around it cannot be traced
             if isinstance(block.feed_forward, RunsUncompiled):
                 name = "attend"
                 block.feed_forward.compile_operators(compile.backend)
-            setattr(block, name, torch.compile(getattr(block, name), backend=compile.backend, fullgraph=True))
+            setattr(block, name, torch.compile(getattr(block, name), backend=backend, fullgraph=True))
     if model.output is not None and "loss" in compile.components:
         compiled = torch.compile(linear_cross_entropy, backend=compile.backend, fullgraph=True)
         model.output.loss = functools.partial(model.output.loss, chunk_loss=compiled)

@@ -8,19 +8,17 @@ import dataclasses
 from collections.abc import Collection, Sequence
 
 import torch
-from torch._inductor import config as inductor_config
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
 
 from titanlite.config.schema import Float8
 from titanlite.model import Llama
+from titanlite.torch_workarounds import round_casts_as_eager
 
 
 def convert_to_float8(stage: Llama, float8: Float8, names: Collection[str]) -> None:
     """Convert the named linear layers of a model or a pipeline stage on the meta device, in place, before weights are
     sharded."""
-    # A compiled backward recomputes the cast of its input from a value that fusion has not rounded. With a scale per
-    # row products can then be NaN (pytorch 150859). This option rounds as eager does.
-    inductor_config.emulate_precision_casts = float8.recipe != "tensorwise"
+    round_casts_as_eager(float8.recipe != "tensorwise")
     config = dataclasses.replace(
         Float8LinearConfig.from_recipe_name(float8.recipe),
         emulate=float8.emulate,

@@ -4,10 +4,9 @@ docs/parallelism.md has the options of each. One rank takes the same path, which
 """
 
 import functools
-from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -16,6 +15,7 @@ from titanlite.config.schema import Parallelism, Training
 from titanlite.model import Llama
 from titanlite.parallel.mesh import Layout
 from titanlite.parallel.own_rules import RunsUncompiled
+from titanlite.torch_workarounds import NothingToReduce
 
 
 def apply_fsdp(model: Llama, layout: Layout, parallelism: Parallelism, training: Training) -> None:
@@ -97,27 +97,6 @@ def _move_gradient(shard: nn.Parameter, weight: nn.Parameter) -> None:
     else:
         shard.grad.to_local().add_(weight.grad)
     weight.grad = None
-
-
-class NothingToReduce:
-    """Stands for the reduce-scatter of one rank, where fully_shard copies the gradients from a buffer to another. It
-    takes both from here in turn, and gets the same one twice, so that there is nothing to copy.
-
-    fully_shard asks for the input on the compute stream, whose allocator then owns the buffer, and for the output on
-    the reduce-scatter stream. It lets go of the buffer before that stream has read it (torch 2.11 and 2.13), so the
-    allocator is told of that stream, or the compute stream could overwrite gradients before they are accumulated.
-    """
-
-    buffer: Tensor | None = None
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if self.buffer is None:
-            self.buffer = torch.empty(*size, dtype=dtype, device=device)
-            return self.buffer
-        output, self.buffer = self.buffer, None
-        if output.is_cuda:
-            output.record_stream(torch.cuda.current_stream(output.device))
-        return output
 
 
 def prepare_accumulation_step(model: nn.Module, parallelism: Parallelism, *, last: bool) -> None:

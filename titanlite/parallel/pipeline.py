@@ -20,6 +20,7 @@ from titanlite.data.loader import Batch
 from titanlite.launch.progress import alive
 from titanlite.model import Documents, Llama
 from titanlite.parallel.fsdp import reshard
+from titanlite.torch_workarounds import open_communicator
 
 
 def pipeline_stage(
@@ -74,7 +75,7 @@ class PipelineRunner:
         # Gradients are not scaled: the loss is divided by the number of tokens, and gradients are only summed.
         self._schedule = schedule_class(stage_or_stages, self.n_microbatches, loss_fn=self._loss, scale_grads=False)
         self._loss_sum = self._valid = torch.zeros((), dtype=torch.float64, device=self.device)
-        dist.all_reduce(self._loss_sum, group=self.group)  # makes NCCL's communicator, which torch 2.13 does in mid-run
+        open_communicator(self.group, self._loss_sum)
         for stage in self.stages.values():
             stage.register_forward_pre_hook(lambda *_: alive())  # each microbatch is progress
 

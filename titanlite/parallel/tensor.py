@@ -7,13 +7,11 @@ leads into each attention and feed-forward layer and a reduce-scatter out of it,
 """
 
 import functools
-import warnings
 from collections.abc import Callable
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -25,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 
 from titanlite.model import Llama
 from titanlite.parallel.own_rules import ShardsWeights
+from titanlite.torch_workarounds import ignore_warnings_of_views, look_up
 
 SEQUENCE = Shard(0)  # of an activation [N, D]: each rank has a shard of the tokens
 HEADS = 2  # the dimension of heads, of queries and keys [B, T, heads, K]
@@ -43,17 +42,6 @@ class RowsParallel(ParallelStyle):
         module.register_parameter("weight", nn.Parameter(weight))
         module.forward = functools.partial(self.forward, module, mesh)
         return module
-
-
-def look_up(module: nn.Module, mesh: DeviceMesh, tokens_N: Tensor) -> Tensor:
-    """Return the embeddings of this rank's shard of the sequence. Each rank looks up the tokens of its own shard of the
-    vocabulary, and the sums over ranks are scattered over the sequence. (torch's RowwiseParallel does the same, but its
-    backward allocates the gradient of the full vocabulary on each rank, in torch 2.11 to 2.15.)"""
-    weight_VD = module.weight.to_local()
-    local_N = tokens_N - mesh.get_local_rank() * len(weight_VD)  # index in this rank's shard
-    is_local_N = (local_N >= 0) & (local_N < len(weight_VD))
-    x_ND = F.embedding(local_N.where(is_local_N, 0), weight_VD).where(is_local_N.unsqueeze(-1), 0)
-    return DTensor.from_local(x_ND, mesh, [Partial()]).redistribute(placements=[SEQUENCE]).to_local()
 
 
 def project(module: nn.Module, mesh: DeviceMesh, x_ND: DTensor, targets_N: Tensor | None = None) -> Tensor:
@@ -97,9 +85,7 @@ ENDS: dict[str, ParallelStyle] = {
 
 def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
     """Shard a model or a pipeline stage over a one-dimensional mesh, in place, except what shards itself."""
-    # fully_shard warns of each module whose output is a view, since in-place operations on it would lose a hook. The
-    # outputs of parallelized modules are views of DTensors, and the model has no in-place operation.
-    warnings.filterwarnings("ignore", message=".* returned a view tensor", category=UserWarning)
+    ignore_warnings_of_views()
     parallelize_module(model, mesh, {name: style for name, style in ENDS.items() if getattr(model, name) is not None})
     for block in model.layers.values():
         modules = {name: each for name, each in block.named_modules() if not isinstance(each, nn.Identity)}

@@ -1,6 +1,15 @@
 """Dynamic loss scaling (arXiv:1710.03740), for mixed precision in float16, which has no gradients below 6e-8. For one
 process, torch.amp.GradScaler does the same."""
 
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from titanlite.files.durable import Int63, parse_part
+
+Saved = tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], Int63]
+"""What a checkpoint has: the factor, and how many steps without overflow are behind it."""
+
 
 class LossScale:
     """A factor on the loss in the backward, by which gradients are divided afterwards. It is doubled after
@@ -17,10 +26,11 @@ class LossScale:
         elif self._good_steps == self.growth_interval:
             self.value, self._good_steps = self.value * 2, 0
 
-    def state(self) -> list[float]:
-        """Return plain JSON for a checkpoint."""
-        return [self.value, self._good_steps]
+    def state(self) -> dict[str, list[float]]:
+        """Return its part of a checkpoint's state."""
+        return {"loss_scale": [self.value, self._good_steps]}
 
-    def load(self, state: list[float]) -> None:
-        """Continue from what `state` has returned."""
-        self.value, self._good_steps = state
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint's state, or begin if it has no part. Raises ConfigError for a damaged one."""
+        if saved := parse_part(state, "loss_scale", Saved | None):
+            self.value, self._good_steps = saved

@@ -4,7 +4,6 @@ torchao has the states and the rounding. The step here computes each element in 
 for each shape and type.
 """
 
-import contextlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,6 +17,7 @@ from torchao.utils import TorchAOBaseTensor
 from titanlite.config import ConfigError
 from titanlite.config.schema import QUANTIZED_STATES, Optimizer
 from titanlite.parallel.shards import local_shard
+from titanlite.torch_workarounds import eager_on_cpu
 
 QUANTIZED = {"float8": AdamWFp8, "int8": AdamW8bit, "int4": AdamW4bit}
 """torchao's optimizers with quantized states, by optimizer.state_dtype."""
@@ -89,10 +89,8 @@ class LowBitAdam(AdamW8bit):
         device = self.param_groups[0]["params"][0].device
         none = {"grad_scale": 1.0, "found_inf": 0.0}
         scaling = [getattr(self, name, torch.full((), value, device=device)) for name, value in none.items()]
-        # The code that inductor generates for the 8-bit step crashes the process on a CPU (torch 2.13, torchao 0.18).
-        stance = torch.compiler.set_stance("force_eager") if device.type == "cpu" else contextlib.nullcontext()
         # A model has more shapes than the compiler allows for by default, but no more than these.
-        with stance, torch._dynamo.config.patch(recompile_limit=64):
+        with eager_on_cpu(device), torch._dynamo.config.patch(recompile_limit=64):
             for group in self.param_groups:
                 numbers = *group["betas"], group["weight_decay"], group["eps"], self.is_adamw
                 for weight in group["params"]:

@@ -1,9 +1,20 @@
 """Outlier steps: those with a far larger gradient norm than recent ones are skipped without an update."""
 
+from typing import Annotated, Any
+
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from titanlite.config.errors import TrainingError
+from titanlite.files.durable import Record, parse_part
+
+
+class Saved(Record):
+    """What a checkpoint has of outlier steps: how many were skipped, and the norms of the window, the oldest first."""
+
+    skipped: int = Field(ge=0)
+    norms: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(max_length=1_000_000)
 
 
 class OutlierSteps:
@@ -53,12 +64,15 @@ class OutlierSteps:
             raise TrainingError(f"{problem}: raise training.skip_outlier_sigma = {self.sigma:g}, or lower optimizer.lr")
         return outlier
 
-    def state(self) -> dict[str, int | list[float]]:
-        """Return plain JSON for a checkpoint. Python writes every digit of a float, so nothing is rounded."""
-        return {"skipped": self.n_skipped, "norms": [norm for norm in self._norms.tolist() if norm == norm]}
+    def state(self) -> dict[str, dict[str, Any]]:
+        """Return its part of a checkpoint's state. JSON has every digit of a float, so nothing is rounded."""
+        norms = [norm for norm in self._norms.tolist() if norm == norm]
+        return {"outliers": {"skipped": self.n_skipped, "norms": norms}}
 
-    def load(self, skipped: int, norms: list[float]) -> None:
-        """Continue from a checkpoint's state; if the window is shorter now, with its newest norms."""
-        self.n_skipped, newest = skipped, norms[-self.window :]
-        values = [torch.nan] * (self.window - len(newest)) + newest
-        self._norms.copy_(torch.tensor(values, dtype=torch.float64))
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint's state, or begin if it has no part; if the window is shorter now, with its newest
+        norms. Raises ConfigError for a damaged part."""
+        if saved := parse_part(state, "outliers", Saved | None):
+            self.n_skipped, newest = saved.skipped, saved.norms[-self.window :]
+            values = [torch.nan] * (self.window - len(newest)) + newest
+            self._norms.copy_(torch.tensor(values, dtype=torch.float64))

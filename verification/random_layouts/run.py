@@ -67,14 +67,14 @@ class TextSequences:
         train, *_ = open_sequences(build_tokenizer(""), config.training, config.validation, **options)
         self.sequences: Any = train.resumed(None) if config.training.datasets else train
         self.names = tuple(self.sequences.names) if config.training.datasets else ("text",)
-        self._reader, self._known = self.sequences.read(0, 1, {}), list[Sequence]()
+        self._reader, self._known = self.sequences.read(0, 1), list[Sequence]()
 
     def __getitem__(self, index: int) -> Sequence:
         self._known += [sequence for sequence, _ in itertools.islice(self._reader, index + 1 - len(self._known))]
         return self._known[index]
 
-    def read(self, first: int, stride: int, shard_states: dict[int, Any]) -> Any:
-        return self.sequences.read(first, stride, shard_states)
+    def read(self, first: int, stride: int) -> Any:
+        return ((sequence, None) for sequence, _ in self.sequences.read(first, stride))
 
     datasets_of = RandomSequences.datasets_of  # as the reference counts them
 

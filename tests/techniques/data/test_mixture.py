@@ -57,7 +57,7 @@ def mixed(*datasets: Dataset, names: str = "abcdefgh", seed: int = 7, shuffle: b
 
 def places(sequences: MixedSequences, n: int, first: int = 0) -> list[tuple[str, int]]:
     """The name of the dataset and the index in it of some sequences in their order."""
-    begins = (int(sequence.inputs[0]) for sequence, _ in zip_n(sequences.read(first, 1, {}), n))
+    begins = (int(sequence.inputs[0]) for sequence, _ in zip_n(sequences.read(first, 1), n))
     return [("abcdefgh"[begin // FIRST], begin % FIRST // T) for begin in begins]
 
 
@@ -185,7 +185,7 @@ OPTIONS = {"datasets": [MixedDataset(name="a")]}  # of the loader: there is a mi
 
 
 def in_steps(sequences: MixedSequences, batch: int, steps: int) -> list[list[Lists]]:
-    order = [as_lists(sequence) for sequence, _ in zip_n(sequences.read(0, 1, {}), batch * steps)]
+    order = [as_lists(sequence) for sequence, _ in zip_n(sequences.read(0, 1), batch * steps)]
     return [order[step * batch : (step + 1) * batch] for step in range(steps)]
 
 

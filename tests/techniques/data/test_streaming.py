@@ -100,6 +100,11 @@ def test_streaming_shards_do_not_depend_on_the_ranks(folders, kind):
         assert consumed == in_steps(Expected(kind, folders[kind]), 8, 40)
 
 
+def resumed(sequences: StreamingSequences, states: dict[Any, Any]) -> StreamingSequences:
+    """Continue from the states of shards, by their number."""
+    return sequences.resumed({"streaming_shards": {str(number): each for number, each in states.items()}})
+
+
 def run_in_rank(
     kind: str, folder: Path, steps: int, state: Any, batch: int, data_ranks: list[int] | None
 ) -> list[dict[str, Any]]:
@@ -210,18 +215,18 @@ def test_a_document_of_many_sequences_resumes_within(tmp_path):
     sequences = open_stream("json", write(tmp_path / "a.jsonl", texts), seq_len=seq_len)
     expected = np.tile(flat(texts), 3)
     states = []
-    for index, (sequence, (_, state)) in zip(range(120), sequences.read(0, 1, {}), strict=False):
+    for index, (sequence, (_, state)) in zip(range(120), sequences.read(0, 1), strict=False):
         assert np.array_equal(sequence.inputs, expected[index * seq_len : (index + 1) * seq_len])
         states.append(json.loads(json.dumps(state)))
     for index in (0, 20, 45, 46, 47, 70, 95):
-        sequence, _ = next(sequences.read(index + 1, 1, {0: states[index]}))
+        sequence, _ = next(resumed(sequences, {0: states[index]}).read(index + 1, 1))
         assert np.array_equal(sequence.inputs, expected[(index + 1) * seq_len : (index + 2) * seq_len])
 
 
 def test_a_forged_number_of_used_tokens_is_rejected(tmp_path):
     sequences = open_stream("json", write(tmp_path / "a.jsonl", ["some text"]), seq_len=4)
     state = {"position": None, "used": 2**62, "block": 0, "taken": 0}
-    line = rejection(lambda: next(sequences.read(0, 1, {0: state})))
+    line = rejection(lambda: next(resumed(sequences, {0: state}).read(0, 1)))
     assert line == (
         f"checkpoint: streaming shard 0: {2**62:,} tokens of a document of {len(flat(['some text']))} are used: "
         "the dataset or state.json was changed"
@@ -277,7 +282,7 @@ def shuffled(kind: str, folder: Path, block: int = 5) -> StreamingSequences:
 @cases("kind", SHARDS, always=["json"])
 def test_shuffled_blocks_have_the_sequences_of_a_shard_once(folders, kind):
     n, block = SHARDS[kind], 5
-    reader = shuffled(kind, folders[kind], block).read(0, 1, {})
+    reader = shuffled(kind, folders[kind], block).read(0, 1)
     read = [as_lists(next(reader)[0]) for _ in range(3 * block * n)]
     expected = Expected(kind, folders[kind])
     orders = []
@@ -294,13 +299,13 @@ def test_shuffled_blocks_have_the_sequences_of_a_shard_once(folders, kind):
 @cases("kind", SHARDS, always=["json"])
 def test_shuffled_blocks_resume_exactly_after_every_sequence(folders, kind):
     n = SHARDS[kind]
-    reader, states = shuffled(kind, folders[kind]).read(0, 1, {}), {}
+    reader, states = shuffled(kind, folders[kind]).read(0, 1), {}
     steps = [next(reader) for _ in range(14 * n)]
     for number, (_, (shard, state)) in enumerate(steps[:-n], 1):
         states[shard] = json.loads(json.dumps(state))
-        resumed = shuffled(kind, folders[kind]).read(number, 1, dict(states))
+        reader = resumed(shuffled(kind, folders[kind]), states).read(number, 1)
         for expected, after in steps[number : number + n]:
-            sequence, state = next(resumed)
+            sequence, state = next(reader)
             assert as_lists(sequence) == as_lists(expected)
             assert state == after
 
@@ -323,7 +328,7 @@ def test_order_does_not_depend_on_sizes_ranks_and_stops(tmp_path_factory, texts,
         return open_stream("json", folder, n_shards, shuffle=shuffle, streaming_shuffle_block=block)
 
     batch = n_shards
-    reader = sequences().read(0, 1, {})
+    reader = sequences().read(0, 1)
     try:
         expected = [as_lists(next(reader)[0]) for _ in range(batch * sum(steps for steps, _ in stops))]
     except ConfigError as error:
@@ -333,10 +338,7 @@ def test_order_does_not_depend_on_sizes_ranks_and_stops(tmp_path_factory, texts,
     for steps, ranks in stops:
         ranks = ranks if n_shards % ranks == 0 else 1
         position, saved = len(actual), json.loads(json.dumps(states))
-        readers = [
-            sequences().read(position + rank, ranks, {int(n): each for n, each in saved.items()})
-            for rank in range(ranks)
-        ]
+        readers = [resumed(sequences(), saved).read(position + rank, ranks) for rank in range(ranks)]
         for number in range(steps * batch):
             sequence, (shard, states[shard]) = next(readers[number % ranks])
             actual.append(as_lists(sequence))

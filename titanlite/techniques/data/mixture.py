@@ -20,8 +20,9 @@ import xxhash
 
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import MixedDataset
-from titanlite.data.packing import PackedSequences, Sequence, ShardState, ValidationSequences
+from titanlite.data.packing import PackedSequences, Sequence, ValidationSequences
 from titanlite.data.shuffle import permuted
+from titanlite.files.durable import Int63, Record, parse_part
 
 MIXTURE_BLOCK = 1024
 """Sequences of a block. A change would change the order of every mixture."""
@@ -81,6 +82,16 @@ class MixtureBlock(NamedTuple):
     """The counts from which on the shares hold: where the order began, or where a dataset was used up."""
 
 
+class _Mixture(Record):
+    """A MixtureBlock by the names of the datasets, and what was read of these and of those of earlier mixtures."""
+
+    identity: str
+    first: Int63
+    counts: dict[str, Int63]
+    phase: dict[str, Int63]
+    read: dict[str, Int63]
+
+
 class MixedSequences:
     """The training split of a mixture as an endless order of packed sequences, the same for any number of ranks.
 
@@ -106,7 +117,7 @@ class MixedSequences:
         """Equal for two mixtures only if their global indices name the same sequences."""
         return "; ".join(map(str, self.components))
 
-    def read(self, first: int, stride: int, shard_states: dict[int, ShardState]) -> Iterator[tuple[Sequence, None]]:
+    def read(self, first: int, stride: int) -> Iterator[tuple[Sequence, None]]:
         """Yield the sequences first, first + stride, ..., as PackedSequences.read does."""
         block = self.start
         while True:
@@ -152,13 +163,14 @@ class MixedSequences:
         stopped in another mixture, each dataset, by its name, continues from its count, and a new block begins."""
         if not loader_state:
             return self
-        position, state = loader_state["next_sequence"], loader_state.get("mixture")
+        position = parse_part(loader_state, "data.next_sequence", Int63)
+        state = parse_part(loader_state, "data.mixture", _Mixture | None)
         if not state or not _is_possible(state, position):
             raise ConfigError([f"checkpoint: the mixture cannot be at position {position}: state.json was changed"])
-        names, read = self.names, state["read"]
-        if state["identity"] == self.identity:
-            counts, phase = (tuple(state[key][name] for name in names) for key in ("counts", "phase"))
-            start = MixtureBlock(state["first"], counts, phase)
+        names, read = self.names, state.read
+        if state.identity == self.identity:
+            counts, phase = (tuple(each[name] for name in names) for each in (state.counts, state.phase))
+            start = MixtureBlock(state.first, counts, phase)
         else:
             counts = tuple(read.get(name, 0) for name in names)
             start = MixtureBlock(position, counts, counts)
@@ -168,8 +180,8 @@ class MixedSequences:
 
     def check(self, loader_state: dict[str, Any] | None, n: int) -> None:
         """Raise ConfigError if all datasets are used up before n sequences are read from where a run stopped."""
-        position = loader_state["next_sequence"] if loader_state else 0
-        counts, left = self.resumed(loader_state).counts(position), []
+        resumed = self.resumed(loader_state)
+        counts, left = resumed.counts(loader_state["next_sequence"] if loader_state else 0), []
         for each, count in zip(self.components, counts, strict=True):
             if each.limit is None:
                 return
@@ -261,15 +273,15 @@ class MixedSequences:
         return chosen
 
 
-def _is_possible(state: dict[str, Any], position: int) -> bool:
+def _is_possible(state: _Mixture, position: int) -> bool:
     """Return whether a saved state is one that `MixedSequences.state` returns."""
-    counts, phase = state["counts"], state["phase"]
+    counts, phase, read = state.counts, state.phase, state.read
     return (
-        0 <= position - state["first"] <= MIXTURE_BLOCK
+        0 <= position - state.first <= MIXTURE_BLOCK
         and counts.keys() == phase.keys()
-        and counts.keys() <= state["read"].keys()
-        and all(phase[name] <= count <= state["read"][name] for name, count in counts.items())
-        and sum(state["read"].values()) <= position
+        and counts.keys() <= read.keys()
+        and all(phase[name] <= count <= read[name] for name, count in counts.items())
+        and sum(read.values()) <= position
     )
 
 

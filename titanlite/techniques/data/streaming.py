@@ -5,25 +5,41 @@ k mod shards. Data-parallel rank r of d takes the sequences k = r mod d and so, 
 complete shards: one rank tokenizes each document, and the order does not depend on the number of ranks.
 """
 
+import copy
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import torch.distributed as dist
+from pydantic import Field
 
 from titanlite.config.loader import ConfigError
 from titanlite.data import hub
 from titanlite.data.documents import read_documents, text_of
 from titanlite.data.files import Segment, is_splittable
-from titanlite.data.packing import Sequence, ShardState, split_sequence
+from titanlite.data.packing import Sequence, split_sequence
 from titanlite.data.shuffle import permuted
 from titanlite.data.source import Source
 from titanlite.data.token_shards import dtype_for
 from titanlite.data.tokenizer import Tokenizer, encode_documents
+from titanlite.files.durable import Int63, Record, parse_part
 
-"""Where a shard is resumed, as plain JSON: {"position": where the first document that is not used up begins, None at
-the beginning; "used": how many of its tokens are; "block": number of the shuffled block; "taken": how many of its
-sequences are}"""
+ShardState = dict[str, Any]  # a _Shard, as plain JSON
+
+
+class _Shard(Record):
+    """Where a shard is resumed: where the first document that is not used up begins (None: at the beginning), how many
+    of its tokens are used, the number of the shuffled block, and how many of its sequences are used."""
+
+    position: tuple[Int63, Int63] | dict[str, Any] | None
+    used: Int63
+    block: Int63 = 0
+    taken: Int63 = 0
+
+
+Saved = dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], _Shard]
+"""What a checkpoint has of a stream: its shards that have begun, by number."""
 
 
 def partition(segments: list[Segment], n: int) -> list[list[Segment]]:
@@ -63,6 +79,8 @@ class StreamingSequences:
         options = source.training
         self.seq_len, self.n_shards = options.seq_len, options.streaming_shards
         self.block = options.streaming_shuffle_block if options.shuffle else 1
+        self._saved, self.passed = dict[int, ShardState](), dict[int, ShardState]()
+        """States of shards: all of the checkpoint; those after the sequences that this rank has trained on."""
         self.shards: list[Any]
         if source.is_files:
             if not any(segment.bytes for segment in dataset):
@@ -82,17 +100,30 @@ class StreamingSequences:
     def __str__(self) -> str:
         return f"{self.n_shards} streaming shards of {self.n_files} files"
 
-    def read(
-        self, first: int, stride: int, shard_states: dict[int, ShardState]
-    ) -> Iterator[tuple[Sequence, tuple[int, ShardState]]]:
+    def resumed(self, loader_state: dict[str, Any] | None) -> "StreamingSequences":
+        """Return this stream from where a run stopped, by the state of its loader; None: from its beginning."""
+        saved = parse_part(loader_state or {}, "data.streaming_shards", Saved | None) or {}
+        resumed = copy.copy(self)
+        resumed._saved, resumed.passed = {int(number): each.model_dump() for number, each in saved.items()}, {}
+        return resumed
+
+    def state(self, position: int) -> dict[str, Any]:
+        """Return what `resumed` needs, as plain JSON. Every rank must call it."""
+        states, gathered = dict(self._saved), [self.passed] * dist.get_world_size()
+        dist.all_gather_object(gathered, self.passed)
+        for passed in gathered:  # each shard is passed by the ranks that read it, and these agree
+            states |= passed
+        return {"streaming_shards": {str(number): states[number] for number in sorted(states)}}
+
+    def read(self, first: int, stride: int) -> Iterator[tuple[Sequence, tuple[int, ShardState]]]:
         """Yield the sequences first, first + stride, ..., without end, each with the index of its shard and the shard's
-        state after it. Shards start from their `shard_states` or, without one, from their beginning."""
+        state after it. Shards start from their saved states or, without one, from their beginning."""
         readers: dict[int, Iterator[tuple[np.ndarray, ShardState]]] = {}
         while True:
             shard = first % self.n_shards
             if shard not in readers:
                 start = {"position": None, "used": 0, "block": 0, "taken": 0}
-                readers[shard] = self._read_shard(shard, start | shard_states.get(shard, {}))
+                readers[shard] = self._read_shard(shard, start | self._saved.get(shard, {}))
             tokens, state = next(readers[shard])
             yield split_sequence(tokens, self.tokenizer), (shard, state)
             first += stride

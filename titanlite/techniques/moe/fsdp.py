@@ -13,6 +13,7 @@ from titanlite.config.schema import Training
 from titanlite.parallel.fsdp import axes_of
 from titanlite.parallel.mesh import Layout
 from titanlite.parallel.shards import local_shard
+from titanlite.torch_workarounds import gather_with
 
 
 def shard_block_with_experts(
@@ -31,7 +32,7 @@ def shard_block_with_experts(
         units[modules["router"]] = settings | {"mp_policy": wide}
     for module, own_settings in units.items():
         fully_shard(module, **own_settings)
-        _gather_with(block, module)
+        gather_with(block, module)
     fully_shard(block, **settings)
     return {module: own_settings["mesh"] for module, own_settings in units.items()}
 
@@ -45,16 +46,3 @@ def _dimension_of_experts(n_ranks: int, parameter: nn.Parameter) -> Shard | None
     n_experts, *sides = local_shard(parameter).shape
     fits = [dim for dim, side in enumerate(sides, 1) if dim not in sharded and side % n_ranks == 0]
     return Shard(fits[0]) if n_experts % n_ranks and fits else None
-
-
-def _gather_with(block: nn.Module, module: nn.Module) -> None:
-    """Have FSDP gather the weights of a module of a block before the block and not before the module, so that neither
-    activation checkpointing, which would run FSDP's operators again, nor the compiler sees it.
-
-    Private: the handles of a module's two hooks (tried on torch 2.11 and 2.13).
-    """
-    state = module._get_fsdp_state()
-    state._pre_forward_hook_handle.remove()
-    state._post_forward_hook_handle.remove()
-    state._pre_forward_hook_handle = block.register_forward_pre_hook(state._pre_forward, with_kwargs=True)
-    state._post_forward_hook_handle = block.register_forward_hook(state._post_forward)

@@ -15,11 +15,12 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import xxhash
+from pydantic import Field
 from torch import Tensor, nn
 
 from titanlite.checkpoint.tensors import model_tensors, optimizer_tensors, plain_tensors, random_states
@@ -28,6 +29,7 @@ from titanlite.config.launch import require_torchft
 from titanlite.config.loader import ConfigError
 from titanlite.config.rules import MAX_GROUPS
 from titanlite.config.schema import Comm, FaultTolerance
+from titanlite.files.durable import Int63, parse_part
 from titanlite.launch.process import Signals
 from titanlite.launch.process_group import log_rank0, set_group_timeout
 from titanlite.launch.progress import alive, mark, progress
@@ -45,6 +47,8 @@ ATTEMPTS_BEFORE_STOP = 2
 WAITING = "waiting for other replica groups"
 MODULUS = 2**53
 """Of hashes that groups compare: float64 has every integer below it."""
+History = Annotated[list[tuple[int, int, list[int]]], Field(max_length=1_000_000)]
+"""Who took the steps: the first step, the quorum, the groups."""
 
 
 class Ballot(NamedTuple):
@@ -90,7 +94,7 @@ class Replicas(OneGroup):
         self._in_step, self._is_member, self._is_loading, self._healed = False, False, False, False
         self._quorum, self._lived, self._n_failures = -1, list[int](), 0
         self._state_hash: int | None = None
-        self._history: list[tuple[int, int, list[int]]] = []  # who took the steps: the first one, quorum, groups
+        self._history: list[tuple[int, int, list[int]]] = []
         self._last = 0
         self.has_state_of_another = False
         """Whether the state was another group's once. A run may then end without a step of its own."""
@@ -148,10 +152,10 @@ class Replicas(OneGroup):
         """
         mark("connecting to the lighthouse")
         self._connect()
-        batches = saved.get("batches_of_groups")
+        batches = parse_part(saved, "batches_of_groups", Int63 | None)
         batches = last_step * self.section.group_size if batches is None else batches
         self.manager.load_state_dict({"step": last_step, "batches_committed": batches})
-        self._state, self._abandon, self._history = state, abandon, saved.get("history", [])
+        self._state, self._abandon, self._history = state, abandon, parse_part(saved, "history", History | None) or []
         mark("starting the loop")
 
     def state(self) -> dict[str, Any]:

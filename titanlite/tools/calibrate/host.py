@@ -5,7 +5,6 @@ In a training step on a CPU, large operators evict the dispatch's code and data 
 between the modules here, whose time is subtracted.
 """
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from titanlite.parallel.tensor import apply_tensor_parallel
 from titanlite.tools.calibrate.timing import Timer
 from titanlite.tools.plan.measured_rates import seconds_at
 from titanlite.tools.plan.op_trace import Communication, Dispatch, OpTrace, Work
+from titanlite.torch_workarounds import ignore_warnings_of_views
 
 LEAST_SECONDS = 1e-7
 """Less than any dispatch takes: the difference of measurements on a noisy machine may be below it."""
@@ -116,7 +116,7 @@ def _training_step(
     fully_shard(model, mesh=mesh)
     model.materialize(device)
     init_weights(model, seed=0, n_layers=TINY["n_layers"], device=device)
-    warnings.filterwarnings("ignore", message=".* returned a view tensor", category=UserWarning)
+    ignore_warnings_of_views()
     tokens = torch.zeros(1, 8, dtype=torch.int64, device=device)
     if device.type == "cpu":
         for module in model.modules():
