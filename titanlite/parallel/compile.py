@@ -14,13 +14,13 @@ def apply_compile(model: Llama, compile: Compile) -> None:
     """Compile a model or a pipeline stage in place, without a graph break."""
     from torch._functorch import partitioners
 
-    # Nothing in a block is random, but to the compiler attention is, for a dropout that is not there. Its random state
-    # on a CPU is saved after a DTensor's mesh, where 2.12 and 2.13 expect no tensor: with TP recomputed blocks fail.
+    # Nothing in a block is random, but the compiler treats attention as if it had dropout. On a CPU it saves a random
+    # state after a DTensor's mesh, where torch 2.12 and 2.13 expect no tensor: recomputed blocks fail under TP.
     # Private: torch._functorch.partitioners.has_recomputable_rng_ops (tried on torch 2.11 to 2.15).
     partitioners.has_recomputable_rng_ops = lambda _: False
     if "model" in compile.components:
         for block in model.layers.values():
-            name = "forward"  # not the block itself, since FSDP's hooks around it cannot be traced
+            name = "forward"  # the block itself has FSDP's hooks around it, which cannot be traced
             if isinstance(block.feed_forward, RunsUncompiled):
                 name = "attend"
                 block.feed_forward.compile_operators(compile.backend)

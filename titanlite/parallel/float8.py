@@ -19,7 +19,7 @@ def convert_to_float8(stage: Llama, float8: Float8, names: Collection[str]) -> N
     """Convert the named linear layers of a model or a pipeline stage on the meta device, in place, before weights are
     sharded."""
     # A compiled backward recomputes the cast of its input from a value that fusion has not rounded. With a scale per
-    # row products can then be NaN (pytorch 150859). This option rounds as eager does.
+    # row, products can then be NaN (pytorch 150859). This option rounds as eager does.
     inductor_config.emulate_precision_casts = float8.recipe != "tensorwise"
     config = dataclasses.replace(
         Float8LinearConfig.from_recipe_name(float8.recipe),
