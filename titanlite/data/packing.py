@@ -17,9 +17,9 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.loss import IGNORED
 
 PADDING = IGNORED - 1
-"""Target of an input that is no token of a document; a batch has IGNORED there."""
+"""Target of a padding input, which is no token of a document; a batch has IGNORED there."""
 ShardState = dict[str, Any]
-"""Where a streaming shard is to be read next, as plain JSON."""
+"""The place where a streaming shard is read next, as plain JSON."""
 
 
 class Sequence(NamedTuple):
@@ -39,23 +39,23 @@ class Sequences(Protocol):
     def read(
         self, first: int, stride: int, shard_states: dict[int, ShardState]
     ) -> Iterator[tuple[Sequence, tuple[int, ShardState] | None]]:
-        """Yield the sequences first, first + stride, ..., without end, each with the index of its streaming shard and
-        the shard's state after it, or with None where the index of a sequence is all the state there is."""
+        """Yield the sequences first, first + stride, ..., without end. Each comes with the index of its streaming shard
+        and the shard's state after it, or with None if the data have no state except the index of the sequence."""
 
 
 class Mixture(Sequences, Protocol):
-    """Sequences of several datasets (techniques/data/mixture.py). States are those of a loader, None at the start."""
+    """Sequences of several datasets (techniques/data/mixture.py). Its states are a loader's, and None at the start."""
 
     identity: str
 
     def check(self, loader_state: dict[str, Any] | None, n: int) -> None:
-        """Raise ConfigError if a state is none of this mixture, or `n` more sequences are not there."""
+        """Raise ConfigError if a state is of another mixture, or fewer than `n` sequences are left."""
 
     def resumed(self, loader_state: dict[str, Any] | None) -> "Mixture":
-        """Return the mixture to read from a state on."""
+        """Return the mixture, to be read from a state on."""
 
     def state(self, position: int) -> dict[str, Any]:
-        """Return the mixture's own part of a state, once `position` sequences were read, as plain JSON."""
+        """Return the mixture's own part of a state, after `position` sequences were read, as plain JSON."""
 
 
 class SplitSequences(Protocol):
@@ -64,7 +64,7 @@ class SplitSequences(Protocol):
     n_sequences: int
 
     def __getitem__(self, index: int) -> Sequence:
-        """Return the sequence with this index; past the end, one of padding only, so that all ranks can take the same
+        """Return the sequence with this index; past the end, a sequence of padding, so that all ranks can take the same
         number of batches."""
 
 
@@ -74,7 +74,7 @@ def split_sequence(tokens: np.ndarray, tokenizer: Tokenizer) -> Sequence:
     inputs, targets = tokens[:-1].astype(np.int64), tokens[1:].astype(np.int64)
     ends = inputs == tokenizer.eos
     if tokenizer.bos is not None:
-        ends &= targets == tokenizer.bos  # some tokenizers use one token for both: as BOS it ends no document
+        ends &= targets == tokenizer.bos  # some tokenizers have one token for both; BOS ends no document
     targets[ends] = IGNORED
     return Sequence(inputs, targets, positions_in_documents(ends))
 
@@ -135,7 +135,7 @@ class ValidationSequences:
         return f"{self.n_sequences:,} packed sequences"
 
     def __getitem__(self, index: int) -> Sequence:
-        """Return a sequence, or one of padding past the end, which continues the last document."""
+        """Return a sequence; past the end, a sequence of padding, which continues the last document."""
         start = index * self.seq_len
         sequence = split_sequence(self.tokens[start : start + self.seq_len + 1], self.tokenizer)
         n_padded = self.seq_len - len(sequence.inputs)
