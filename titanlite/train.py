@@ -84,7 +84,7 @@ def train(config: Config, launch: Launch, signals: process.Signals) -> dict[str,
             mark(COMPILES)
             with progress(f"step {step}: compiling", enabled=is_first and launch.rank == 0 and config.compile.enable):
                 loss_sum, valid = train_step.gradients(step, batches, guard.loss_scale)
-            if not is_first:  # in the first step ranks wait here for others that compile: no hang
+            if not is_first:  # ranks wait here in the first step for others that compile: no hang
                 mark("updating the weights")
 
             # One small all-reduce tells every rank the loss and whether some rank was asked to stop or to save. All

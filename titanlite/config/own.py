@@ -44,4 +44,4 @@ def take_own(argv: list[str]) -> tuple[Parts, list[str]]:
     """Return the parts that `--own` names, and the other arguments. Raises ConfigError if `--own` is wrong."""
     if not any(each.partition("=")[0] == "--own" for each in argv):
         return Parts(), argv
-    return importlib.import_module("titanlite.techniques.own").take_own(argv)  # its import loads torch
+    return importlib.import_module("titanlite.techniques.own").take_own(argv)  # the import loads torch

@@ -129,7 +129,7 @@ def pack_once(cache: TokenCache, split: Split, tokenizer: Tokenizer, training: T
 def token_caches(training: Training, validation: Validation) -> Iterator[CacheOfRun]:
     """Yield the token caches of a run; those of the training documents come first."""
     datasets = {} if training.datasets else {"": Source(training)}
-    for number, each in enumerate(training.datasets):  # as in a run with only this dataset
+    for number, each in enumerate(training.datasets):  # options as in a run with only this dataset
         options = {key: getattr(each, key) for key in DatasetOptions.model_fields}
         path_option = f"training.datasets.{number}.dataset_path"
         datasets[each.name] = Source(training).changed(path_option, **options, datasets=[])

@@ -82,7 +82,7 @@ def write(
     with open(path, "wb", opener=open_own) as file:
         file.write(header())
         for name in tensors:
-            checksums[name] = write_blocks(next(contents))  # no variable keeps it while the next is made
+            checksums[name] = write_blocks(next(contents))  # each is freed before the next is made
         n_bytes = file.tell()
         file.seek(0)
         file.write(header())

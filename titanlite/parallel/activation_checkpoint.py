@@ -27,7 +27,7 @@ def _saved_operators(option: str) -> list[Any]:
     (norms, SwiGLU's product, casts) reads memory once. An all-gather is recomputed too, since its result is large."""
     names = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention", "attention_math")
     saved = [getattr(torch.ops.aten, f"_scaled_dot_product_{name}") for name in names]
-    if hasattr(torch.ops.titanlite, "tiled_attention"):  # only layouts that use it import it
+    if hasattr(torch.ops.titanlite, "tiled_attention"):  # the layouts that use it import it
         saved.append(torch.ops.titanlite.tiled_attention)
     if option != "attention":
         names = ("reduce_scatter_tensor", "all_reduce", "all_to_all_single")

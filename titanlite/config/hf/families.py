@@ -172,7 +172,7 @@ FAMILIES = {
         fits=lambda model: model.hf_model_type == "phi3" or is_long(model)),
     "glm": Family(
         "GlmForCausalLM", free=_QKV_AND_SHARE, rotated=0.5, **_GLM,
-        fits=lambda model: model.hf_model_type == "glm"),  # its tensors have names that options do not imply
+        fits=lambda model: model.hf_model_type == "glm"),  # options do not imply the names of its tensors
     "glm4": Family("Glm4ForCausalLM", {"norm_placement": "both"}, _QKV_AND_SHARE, rotated=0.5, **_GLM),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM", free={**_QKV_AND_SHARE, "qk_norm": (True,)}, n_kv_heads=8, norm_eps=1e-5,
