@@ -28,7 +28,7 @@ from titanlite.train import train
 
 
 class RunResult(NamedTuple):
-    """What a run has computed."""
+    """The results of a run."""
 
     loss: float | None
     """The loss of the last step, in nats per token over all ranks; None if all steps were done before."""

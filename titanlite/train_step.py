@@ -52,7 +52,7 @@ class SingleStageRunner(Runner):
 
 
 class Totals(NamedTuple):
-    """What all ranks know of a step once its gradients are summed, on the device."""
+    """The numbers of a step that all ranks know once its gradients are summed, on the device."""
 
     numbers: Tensor
     """The mean loss, the gradient norm, how many ranks were asked to stop and to save, sums of counts: float64."""

@@ -39,7 +39,7 @@ LARGEST_GRID = 10_000_000
 
 
 class FileEntry(Record):
-    """What a file must be: its size in bytes, and the checksum of a safetensors file's header or of a JSON file."""
+    """A file's properties: its size in bytes, and the checksum of a safetensors file's header or of a JSON file."""
 
     bytes: Int63
     xxh3_64: Checksum

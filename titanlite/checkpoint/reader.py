@@ -19,7 +19,7 @@ from titanlite.parallel.shards import Slice, shard_slice
 
 
 class _Outliers(Record):
-    """What a run that skips outlier steps remembers of the steps before."""
+    """The memory of earlier steps of a run that skips outlier steps."""
 
     skipped: int = Field(ge=0)
     norms: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(max_length=1_000_000)

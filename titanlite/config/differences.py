@@ -1,4 +1,4 @@
-"""What differs between two configs, by `section.key`."""
+"""The differences between two configs, by `section.key`."""
 
 from collections.abc import Mapping
 from typing import Any

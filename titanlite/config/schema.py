@@ -89,9 +89,9 @@ class Moe(Section):
     router_bias: bool = False
     """Bias of the router's logits (gpt-oss), a trained weight."""
     swiglu_limit: NotNegative = 0.0
-    """Experts are SwiGLU layers with bounded numbers (gpt-oss, arXiv:2508.10925): those that the activation gets, x,
-    are at most this, those that it is multiplied by, y, between this and its negative, and the product is
-    x sigmoid(swiglu_alpha x) (y + 1); 0: silu(x) y without bounds."""
+    """Bound on the numbers in the experts' SwiGLU layers (gpt-oss, arXiv:2508.10925): the activation's input x is at
+    most this, its factor y is between this and its negative, and the product is x sigmoid(swiglu_alpha x) (y + 1); 0:
+    silu(x) y without bounds."""
     swiglu_alpha: Positive = 1.702
     """Factor in the activation of experts with swiglu_limit."""
     n_shared_experts: CountOrZero = 0
@@ -100,7 +100,7 @@ class Moe(Section):
     n_first_dense_layers: CountOrZero = 0
     """Layers at the beginning that are dense."""
     every_n_layers: Count = 1
-    """Of the others, the layers that have experts: every n-th, counted from the first layer of the model."""
+    """Every n-th layer has experts, counted from the first layer of the model, except for the first dense layers."""
     score_function: Literal["softmax", "sigmoid"] = "softmax"
     """How the router's logits become scores. softmax: over all experts; sigmoid: each by itself (DeepSeek-V3,
     arXiv:2412.19437)."""
@@ -119,11 +119,11 @@ class Moe(Section):
     """Balance the experts' load without a loss (arXiv:2408.15664): the router chooses by scores to which each expert's
     bias is added. The biases are saved in checkpoints."""
     balance_bias_rate: NotNegative = 0.001
-    """What an optimizer step adds to the bias of an expert with less than the mean load, or takes where it is more."""
+    """An optimizer step adds this to the bias of an expert with less than the mean load, and subtracts it with more."""
     balance_loss_weight: NotNegative = 0.0
     """Weight of the auxiliary loss of each layer with experts, E times the sum over the E experts of share of the load
-    times mean score, 1 if balanced (Switch Transformer, arXiv:2101.03961). Shares are those of the global batch of the
-    step before, mean scores those of this one."""
+    times mean score, 1 if balanced (Switch Transformer, arXiv:2101.03961). The shares are of the global batch of
+    the step before, the mean scores of this one."""
     z_loss_weight: NotNegative = 0.0
     """Weight of the router z-loss of each layer with experts (ST-MoE, arXiv:2202.08906): the mean over the global batch
     of the squared log-sum-exp of a token's logits."""
@@ -219,7 +219,7 @@ class Model(Section):
     """Size of the vocabulary in the embedding and the output head, unless it is set: the flavor's, or the tokenizer's
     if that is larger; from_hf: that of its weights, unless new_tokens adds to them."""
     new_tokens: Literal["none", "mean"] = "none"
-    """Rows of tokens that a Hugging Face folder with initial weights has none for, as those that were added for a chat.
+    """Initial rows of tokens for which a Hugging Face folder with initial weights has none, as tokens added for chat.
     mean: the mean of its rows, in the embedding and the output head."""
     norm_eps: Positive
     """Epsilon of the RMS norms."""
@@ -458,8 +458,8 @@ class DatasetOptions(Section):
     long_conversations: Literal["reject", "drop", "truncate"] = "reject"
     """What becomes of conversations of more than seq_len + 1 tokens. truncate: their beginning is kept."""
     special_tokens_in_text: Literal["ordinary", "special"] = "ordinary"
-    """What special tokens become that a text or a message spells out: ordinary text, or special, as in text that a chat
-    template has rendered before. BOS and EOS that such a text has are not added to it again."""
+    """Encoding of special tokens that a text or a message spells out: as ordinary text, or as special tokens, for text
+    that a chat template has already rendered. BOS and EOS are not added to such a text if it has them."""
     text_sample_by: Literal["document", "paragraph", "line"] = "document"
     """What one document of dataset = "text" is: a file, a paragraph or a line."""
 
@@ -468,9 +468,9 @@ class MixedDataset(DatasetOptions):
     """One dataset of a mixture."""
 
     name: str = ""
-    """Its name in metrics and checkpoints, made of letters, digits, "_", "-" and "."."""
+    """Name of the dataset in metrics and checkpoints, made of letters, digits, "_", "-" and "."."""
     weight: Union[Literal[-1], Positive] = -1
-    """Share of the sequences, relative to the others' weights. -1, in all: the number of its sequences or tokens."""
+    """Share of the sequences, relative to the others' weights. -1 in all: its own number of sequences or tokens."""
     tokens: Union[Literal[-1], Annotated[int, Field(ge=1, le=MOST_TOKENS)]] = -1
     """Token budget, instead of a weight: it is the share, and the dataset drops out once it is used up. -1: none."""
     epochs: Union[Literal[-1], Positive] = -1
@@ -482,7 +482,7 @@ class Training(DatasetOptions):
 
     datasets: list[MixedDataset] = Field(default=[])
     """A mixture of datasets instead of one, each in a table [[training.datasets]]. Their sequences are mixed in a fixed
-    order, by weights, token budgets or their size; the others share what a dataset that is used up leaves."""
+    order, by weights, token budgets or their size; when a dataset is used up, the others share its part."""
     change_mixture_on_resume: bool = False
     """A run that resumes may have another mixture than the checkpoint: other weights, budgets, limits or datasets. Each
     dataset, by its name, continues where it was."""

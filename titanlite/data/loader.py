@@ -108,7 +108,7 @@ class Loader:
         state = state or {"next_sequence": 0}
         self.position, self._again = state["next_sequence"], list[Batch]()
         self.counts = np.array(state.get("counts") or [self.position * self.training.seq_len, 0, 0, 0])
-        """What `count` returns for all sequences of all ranks and steps."""
+        """The result of `count` for all sequences so far, of all ranks."""
         # Checkpoints of earlier versions have no streaming_shards; they can be resumed unless their data was streamed.
         self._shard_states = {int(number): saved for number, saved in state.get("streaming_shards", {}).items()}
         reader = sequences.read(self.position + self.share.rank, self.share.degree, dict(self._shard_states))

@@ -33,7 +33,7 @@ MESSAGES: dict[str, TypeAdapter[Any]] = {
     "report": TypeAdapter(tuple[int, int, list[str]]),  # bytes and tokens since the last one; unread names
     "at": TypeAdapter(tuple[str, int]),  # the file and the row that is read next
 }
-"""What a worker sends besides a result."""
+"""The messages that a worker sends besides a result, and the types of their content."""
 
 
 def name_of(target: Any) -> str:

@@ -91,7 +91,7 @@ current = Activity()
 train_timeout: float | None = None
 """comm.train_timeout_seconds, once the first step is done."""
 _longest: dict[str, float] = {}  # most seconds that each activity has taken, by name
-_longest_at_first: dict[str, float] = {}  # the same until the first step was done, which compiles
+_longest_at_first: dict[str, float] = {}  # the same, up to the end of the first step, which compiles
 
 
 def mark(name: str, step: int | None = None, *, limited: bool = True) -> None:

@@ -172,7 +172,7 @@ class MetricsLogger(Logger):
         try:
             replace_file(self.folder / "config.toml", self.config.encode())
         except OSError as error:
-            report(str(self.folder / "config.toml"), error, "training goes on without it")
+            report(str(self.folder / "config.toml"), error, "training continues without it")
         if tb_folder:
             from titanlite.metrics.event_file import EventFile  # here: TensorBoard is imported by rank 0 only
 

@@ -1,4 +1,4 @@
-"""What a module of a block may do in its own way, where the general rules of parallelize.py do not fit it."""
+"""Interfaces for modules of a block that the general rules of parallelize.py do not fit."""
 
 from typing import Any, Protocol, runtime_checkable
 
