@@ -1,4 +1,4 @@
-"""The experts of gpt-oss in its files: a layer's experts are stacked in one tensor per weight, in MXFP4 as released.
+"""The experts of gpt-oss in its files: a tensor stacks all experts of a layer, quantized to MXFP4 in the release.
 
     mlp.experts.gate_up_proj       [E, D, 2F]  rows of our w1 and w3 in turn, as columns
     mlp.experts.down_proj          [E, F, D]   our w2, transposed

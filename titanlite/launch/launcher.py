@@ -177,7 +177,7 @@ def main(argv: list[str]) -> int:
     restarts = count(os.environ, "MAX_RESTARTS", 0)
     environment = environment_of_ranks(ranks) | launch_variables(loaded)
     raise_open_file_limit(2 * ranks * nodes_of(os.environ)[1] if os.environ.get("NODE_RANK", "0") == "0" else 0)
-    from titanlite.launch.agent import run_ranks  # here, since it imports torch: a mistake shows at once
+    from titanlite.launch.agent import run_ranks  # here, since it imports torch, and the checks above need not wait
 
     command = [sys.executable, "-m", "titanlite.rank", *argv]
     return run_ranks(command, ranks, environment, signals, max_restarts=restarts)
