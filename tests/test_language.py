@@ -1,6 +1,8 @@
 """The project speaks the field's language: retired words stay out, and the words that people search for are found."""
 
+import io
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,29 @@ RETIRED = {
     r"hosts|per[_ ]host|devices_per_host|a host|one host|each host|several hosts": "node",
 }
 """Regular expression of a word that may not come back, and what the field says instead."""
+
+RETIRED_IN_PROSE = {
+    r"living|(that|which|it|who|groups?|ranks?|runs?|process|still) lives?": "participating, runs, stays",
+    r"heal(s|ed|ing)": "recovering, recovered",
+    r"(go|goes|going|went) on(?! (the|a|an|each|every|this|that|top|to)\b)": "continue, resume",
+    r"tak(e|es|en|ing) note": "record, register",
+    r"but for": "except",
+}
+"""The same, for the files below PLAIN_PROSE."""
+
+PLAIN_PROSE = (
+    *("__init__", "__main__", "api", "build", "build_llama", "init", "loss", "model", "optimizer", "rank", "rope"),
+    *("step_guard", "train", "train_step", "validation"),
+    *("checkpoint", "config", "data", "files", "hf", "launch", "metrics", "parallel"),
+)
+"""Modules and folders of titanlite/ whose comments have a subject, and that have no word of RETIRED_IN_PROSE."""
+
+CONNECTIVES = re.compile(
+    r"(that of|those of|of|which|what|whose|no|so|as|by|for|in|with|from|to|than|also|only|not|its|and|or|but|because|"
+    r"since|where|when|else)\b",
+    re.IGNORECASE,
+)
+"""The beginning of a trailing comment without a subject: the reader has to find the noun that it belongs to."""
 
 ANY_RETIRED = re.compile("|".join(RETIRED), re.IGNORECASE)
 
@@ -140,14 +165,31 @@ def sources() -> list[Path]:
     return sorted(path for path in files if str(path.relative_to(ROOT)) not in EXEMPT)
 
 
-def retired_words(text: str) -> list[str]:
+def plain_sources() -> list[Path]:
+    """Return the files below PLAIN_PROSE."""
+    in_package = [path for path in sources() if path.is_relative_to(ROOT / "titanlite")]
+    return [path for path in in_package if path.relative_to(ROOT / "titanlite").parts[0].split(".")[0] in PLAIN_PROSE]
+
+
+def retired_words(text: str, retired: dict[str, str] = RETIRED) -> list[str]:
     """Return the lines of a text that hold a retired word, each with the word to use."""
+    any_retired = ANY_RETIRED if retired is RETIRED else re.compile("|".join(retired), re.IGNORECASE)
     return [
         f"line {number}: {match[0]!r}: say {instead}"
         for number, line in enumerate(text.replace("_", " ").splitlines(), 1)
-        if ANY_RETIRED.search(line)  # most lines have none: one search instead of one for each word
-        for pattern, instead in RETIRED.items()
+        if any_retired.search(line)  # most lines have none: one search instead of one for each word
+        for pattern, instead in retired.items()
         if (match := re.search(rf"(?<![\w-])({pattern})(?![\w-])", line, re.IGNORECASE))
+    ]
+
+
+def comments_without_subject(code: str) -> list[str]:
+    """Return the trailing comments of a module that begin with a bare connective, with their lines."""
+    return [
+        f"line {token.start[0]}: {token.string}"
+        for token in tokenize.generate_tokens(io.StringIO(code).readline)
+        if token.type == tokenize.COMMENT and token.line[: token.start[1]].strip()
+        if CONNECTIVES.match(token.string.lstrip("# "))
     ]
 
 
@@ -159,6 +201,39 @@ def test_no_retired_word(path: Path):
 @pytest.mark.parametrize("line", ["A microstep ends.", "def refuse(key):", "the n_microsteps", "is held against one"])
 def test_a_retired_word_is_found(line: str):
     assert len(retired_words(f"a good line\n{line}")) == 1
+
+
+@pytest.mark.parametrize("path", plain_sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_prose_is_plain(path: Path):
+    text = path.read_text(encoding="utf-8")
+    assert retired_words(text, RETIRED_IN_PROSE) == []
+    assert path.suffix != ".py" or comments_without_subject(text) == []
+
+
+def test_plain_prose_names_files():
+    """A file or folder that was renamed does not silently leave the test above."""
+    assert {path.relative_to(ROOT / "titanlite").parts[0].split(".")[0] for path in plain_sources()} == {*PLAIN_PROSE}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "the living groups",
+        "a lock whose run lives",
+        "the healed one",
+        "training goes on",
+        "it takes note",
+        "all but for x",
+    ],
+)
+def test_a_retired_word_of_prose_is_found(line: str):
+    assert len(retired_words(f"the lives of tensors go on a heap\n{line}", RETIRED_IN_PROSE)) == 1
+
+
+@pytest.mark.parametrize("comment", ["of the layer", "What is left", "that of a rank", "no copy", "else it waits"])
+def test_a_comment_without_a_subject_is_found(comment: str):
+    code = f"# of a line of its own\nnumber = 1  # the rank of this process\ntext = '# of'\nx = 2  # {comment}\n"
+    assert comments_without_subject(code) == [f"line 4: # {comment}"]
 
 
 def normalized(text: str) -> str:

@@ -28,14 +28,14 @@ from titanlite.train import train
 
 
 class RunResult(NamedTuple):
-    """What a run has computed."""
+    """The results of a run."""
 
     loss: float | None
-    """Of the last step, in nats per token over all ranks; None if all steps were done before."""
+    """The loss of the last step, in nats per token over all ranks; None if all steps were done before."""
     folder: Path
     """job.dump_folder, with config.toml, metrics.jsonl, tb/ and the checkpoints."""
     metrics: dict[str, float]
-    """Of the last step, by the tags of TensorBoard."""
+    """The values of the last step, by their TensorBoard tags."""
 
 
 def load(argv: list[str]) -> Config:
@@ -95,8 +95,8 @@ def run(argv: list[str], own: Own | str = "") -> RunResult:
 
 
 def plan(argv: list[str], own: Own | str = "") -> Plan:
-    """Return the memory and step time of a config on the hardware that it names; the arguments are those of `run`, but
-    `own` is of a file. Raises ConfigError as `run` does, and if the device is unknown."""
+    """Return the memory and step time of a config on the hardware that it names. The arguments are those of `run`,
+    except that an Own must come from a file. Raises ConfigError as `run` does, and if the device is unknown."""
     return make_plan(config.load(argv, load_own(own)))
 
 

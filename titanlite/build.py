@@ -41,15 +41,15 @@ class Data(NamedTuple):
     """The packed sequences of a run."""
 
     train: Sequences | Mixture
-    """A mixture if there are training.datasets."""
+    """A Mixture if the config has training.datasets."""
     validation: SplitSequences | None
     """None where validation is not enabled."""
     identity: str
-    """Of the datasets and the tokenizer: the same for the same sequences."""
+    """Names the datasets and the tokenizer: two runs with the same identity have the same sequences."""
 
 
 class Run(NamedTuple):
-    """What is built of a run, for the builders of what needs it. Tools that only compute leave out the last three."""
+    """The parts of a run that later builders need. Tools that only compute leave out the last three."""
 
     config: Config
     layout: Layout
@@ -57,7 +57,7 @@ class Run(NamedTuple):
     model: Llama
     """All modules of this rank, under their names in the full model: what optimizer, checkpoint and norm see."""
     stages: dict[int, Llama]
-    """Pipeline stages by number, which run; without a pipeline, stage 0 is the model itself."""
+    """The pipeline stages that this rank runs, by number; without a pipeline, stage 0 is the model itself."""
     optimizer: torch.optim.Optimizer | None = None
     data: Data | None = None
     signals: Signals | None = None
@@ -181,8 +181,8 @@ def build_guard(training: Training, device: torch.device) -> StepGuard:
 
 
 def build_groups(run: Run) -> OneGroup:
-    """Return which steps there are, and what is summed over whom: one group, or the replica groups of
-    [fault_tolerance]. They connect when they begin."""
+    """Return the object that yields the steps and sums over ranks: one group of all ranks, or the replica groups of
+    [fault_tolerance], which connect when they begin."""
     section = run.config.fault_tolerance
     if not section.enable:
         return OneGroup()
@@ -216,7 +216,7 @@ def build_optimizer(
 
 def optimizer_for(model: Llama, section: Optimizer, mesh: DeviceMesh | None = None) -> torch.optim.Optimizer:
     """Return Adam (arXiv:1412.6980), AdamW (arXiv:1711.05101) or Muon (techniques/muon.py) with weight decay of
-    matrices, embeddings included. `mesh`: that of the layout, for Muon; None: this rank alone."""
+    matrices, embeddings included. `mesh`: the layout's mesh, for Muon; None: this rank alone."""
     if section.name == "Muon":
         from titanlite.techniques.muon import build_muon, stage_group
 

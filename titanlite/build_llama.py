@@ -1,8 +1,8 @@
-"""Build the model that the [model] options ask for, where latent attention, norms over all heads, attention
-sinks and experts are chosen.
+"""Build the model that the [model] options ask for: choose latent attention, norms over all heads, attention sinks and
+experts.
 
-build.py does not have this, since what reads and writes weights builds a model too, to know their shapes, and build.py
-imports it.
+This is not in build.py, since the modules that read and write weights also build a model, to know its shapes, and
+build.py imports those modules.
 """
 
 from collections.abc import Callable, Collection
@@ -17,7 +17,7 @@ from titanlite.model import Attention, Block, FeedForward, Llama
 def build_llama(
     model: Model, *, max_seq_len: int, modules: Collection[str] | None = None, block: Callable[..., Block] | None = None
 ) -> Llama:
-    """Return a model on the meta device: without memory for its weights. `modules`: see Llama; `block`: an own one."""
+    """Return a model on the meta device: without memory for its weights. `modules`: see Llama; `block`: the user's."""
     with torch.device("meta"):
         return Llama(model, block or build_block, max_seq_len=max_seq_len, modules=modules)
 

@@ -1,8 +1,8 @@
 """Weight initialization from (seed, parameter name): bit for bit the same for every layout of the model over ranks.
 
-Every rank draws the full parameter, of stacked experts those that it has a shard of, from a generator of its own and
-keeps its shard, so nothing is communicated and nothing depends on which rank owns what. (DTensor's random operators
-give every rank the same numbers on a CPU.)
+Every rank draws the full parameter (of stacked experts, only those it has a shard of) from a generator that is seeded
+for it, and keeps its shard. So nothing is communicated, and nothing depends on which rank owns what. (DTensor's random
+operators give every rank the same numbers on a CPU.)
 """
 
 import hashlib
@@ -39,7 +39,7 @@ def init_weights(model: Llama, *, seed: int, n_layers: int, device: torch.device
     """
     for name, parameter in model.named_parameters():
         std = STD / math.sqrt(2 * n_layers) if name.endswith(RESIDUAL_OUTPUTS) else STD
-        if parameter.dim() > 2:  # experts: what one draws does not depend on how many there are
+        if parameter.dim() > 2:  # stacked experts: each has its own generator, whatever their number
             (first, *offsets), (n_local, *sizes) = shard_slice(parameter)
             of_expert = Slice(tuple(offsets), tuple(sizes)).indices
             for index in range(n_local):

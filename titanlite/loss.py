@@ -28,7 +28,7 @@ def cross_entropy(logits_NV: Tensor, targets_N: Tensor, group: dist.ProcessGroup
     """Return the loss of each token, [N] in float32 or better: nats, and 0 where the target is IGNORED.
 
     The logits have any precision. With a group, they are this rank's shard of the vocabulary, which is sharded over the
-    group's ranks in equal shards, in order. All of them must call this, and each gets the losses.
+    group's ranks in equal shards, in order. All these ranks must call this, and each gets the losses.
     """
     if group is not None:
         return _VocabularyParallel.apply(logits_NV, targets_N, group)
@@ -155,8 +155,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return gradient * factor. It is not in place, since a zero-bubble schedule asks for one gradient at a time. The
-    factor, 1 over the number of valid tokens, is not rounded to a lower type. On CUDA, this is one pass."""
+    """Return gradient * factor, not in place, since a zero-bubble schedule asks for one gradient at a time. The factor,
+    1 over the number of valid tokens, is not rounded to a lower type. On CUDA, the product is one pass over memory."""
     wide = torch.promote_types(gradient.dtype, torch.float32)
     return torch.mul(gradient.to(wide), factor.to(wide), out=torch.empty_like(gradient, dtype=dtype))
 
@@ -164,4 +164,4 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 def count_valid(targets: list[Tensor], device: torch.device) -> Tensor:
     """Return the number of valid targets in this rank's per-device batches, a float64 scalar (exact up to 2^53)."""
     count = sum(int((target != IGNORED).sum()) for target in targets)
-    return torch.full((), count, dtype=torch.float64, device=device)  # filled there: a copy would wait for the device
+    return torch.full((), count, dtype=torch.float64, device=device)  # filled on the device: a copy would wait for it

@@ -29,8 +29,8 @@ from titanlite.rope import apply_rotary_emb, rope_table
 class Documents:
     """Says which tokens of a packed sequence are one document: tokens attend only within theirs.
 
-    It is not a bare tensor, since fully_shard moves tensors that a model is given to its device. Attention computes the
-    sizes of its calls from this one, and reading those back would wait for the device.
+    It is not a bare tensor, since fully_shard would move a bare tensor to the device with the model's other inputs.
+    Attention computes the sizes of its calls from these positions, and reading them back would wait for the device.
     """
 
     positions_BT: Tensor
@@ -38,8 +38,8 @@ class Documents:
 
 
 class ScaledDotProductAttention(nn.Module):
-    """Computes causal softmax(q k^T / sqrt K) v, over the last `window` tokens; 0: over all. Nothing else mixes
-    positions; as a module it can be replaced."""
+    """Computes causal softmax(q k^T / sqrt K) v, over the last `window` tokens; 0: over all tokens. No other module
+    mixes positions. It is a module so that context parallel can replace it."""
 
     def __init__(self, window: int = 0):
         super().__init__()
@@ -89,14 +89,14 @@ class Attention(nn.Module):
         self.wk = nn.Linear(model.dim, kv_width, bias=bias != "none")
         self.wv = nn.Linear(model.dim, kv_width, bias=bias != "none")
         self.wo = nn.Linear(q_width, model.dim, bias=bias == "all")
-        self.norms_all_heads = model.qk_norm == "all_heads"  # together, and not each by itself
+        self.norms_all_heads = model.qk_norm == "all_heads"  # one norm over all heads, not one per head
         widths = (q_width, kv_width) if self.norms_all_heads else (self.head_dim, self.head_dim)
         self.q_norm, self.k_norm = (build_norm(model, n) if model.qk_norm else None for n in widths)
         self.is_rotated, self.query_scale = model.rope_dim > 0, model.query_scale
         self.inner_attention = ScaledDotProductAttention(model.sliding_window)
 
     def forward(self, x_ND: Tensor, rope_TK2: Tensor, documents: Documents | None) -> Tensor:
-        """Return [N, D]. Sequences and heads are counted by -1: a rank may have only some of them."""
+        """Return [N, D]. The views leave the numbers of sequences and heads open (-1): a rank may have only some."""
         sizes = -1, rope_TK2.shape[-3]
         q, k, v = self.wq(x_ND), self.wk(x_ND), self.wv(x_ND)
         if self.norms_all_heads:
@@ -134,8 +134,8 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer: `attention` is an Attention or does what it does, `feed_forward` a FeedForward or what does the same.
-    Norms are before these sublayers, after them, or both. `styles`: of own parts, for tensor parallel."""
+    """A layer of two sublayers: `attention`, an Attention or a module that replaces it, and `feed_forward`, likewise a
+    FeedForward. Norms are before these, after them, or both. `styles`: of the user's modules, for tensor parallel."""
 
     styles: Mapping[str, Any] = {}
 
@@ -165,7 +165,7 @@ class Output(nn.Linear):
     """The output head projects to logits, or computes the loss, so that the logits need not all exist."""
 
     loss: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """Of (x_ND, weight, targets_N), a scalar. Whoever passes targets sets it."""
+    """Computes a scalar from (x_ND, weight, targets_N). It must be set before `forward` gets targets."""
 
     def forward(self, x_ND: Tensor, targets_N: Tensor | None = None) -> Tensor:
         """Return logits [N, V], or the loss if there are targets."""
@@ -212,8 +212,8 @@ class Llama(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Have the output head use the embedding's weight, if embeddings are tied. Whatever replaces a module's weights
-        by others unties them."""
+        """Have the output head use the embedding's weight, if embeddings are tied. Call it again after a module's
+        weights were replaced by others, which unties them."""
         if self.tied:
             self.output.weight = self.tok_embeddings.weight
 
@@ -224,7 +224,7 @@ class Llama(nn.Module):
         self.tie()
         dtype = next(self.parameters()).dtype
         self.rope = torch.stack([rope_table(kind, self.max_seq_len, dtype) for kind in self.rope_kinds]).to(device)
-        for module in self.modules():  # one with buffers has a method that sets them to their initial values
+        for module in self.modules():  # a module with buffers has a method that sets their initial values
             getattr(module, "reset_buffers", lambda device: None)(device)
 
     def forward(

@@ -13,8 +13,8 @@ from titanlite.parallel.shards import local_shard, n_replicas
 
 
 def parameter_groups(parameters: Iterable[tuple[str, nn.Parameter]], optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return named parameters in groups: matrices; vectors, without weight decay; and both of experts, as their mesh
-    may be another."""
+    """Return named parameters in groups: matrices; vectors, which have no weight decay; and the same two for experts,
+    whose mesh may be another."""
     groups = {(of_experts, decays): [] for of_experts in (False, True) for decays in (True, False)}
     for name, parameter in parameters:
         groups[".experts." in name, parameter.dim() > 1 and not name.endswith("bias")].append(parameter)
@@ -88,7 +88,7 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 
 
 def scales_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer's step scales gradients, or skips the update, by what is on the device."""
+    """Return whether an optimizer's step itself scales gradients and skips updates, by two scalars on the device."""
     in_float64 = optimizer.param_groups[0]["params"][0].dtype == torch.float64
     return getattr(optimizer, "_step_supports_amp_scaling", False) and not in_float64
 
@@ -97,8 +97,8 @@ def clipped_step(optimizer: torch.optim.Optimizer, factor: Tensor, finite: Tenso
     """Take an optimizer step on gradients multiplied by `factor`, or none unless `finite`.
 
     Both are scalars that all ranks have computed alike. A fused or low-bit optimizer reads them on the device, as it
-    would a gradient scaler's: no pass over the gradients, and the host does not wait. It does in float64, whose factor
-    the fused step would round to float32, and with the other implementations of Adam.
+    would a gradient scaler's: there is no pass over the gradients, and the host does not wait. The host waits in
+    float64, since the fused step would round the factor to float32, and with the other implementations of Adam.
     """
     if scales_gradients(optimizer):
         device = optimizer.param_groups[0]["params"][0].device

@@ -1,4 +1,4 @@
-"""A rank of `titanlite train`, and of train.py in a clone."""
+"""The program of each rank of `titanlite train`, and of train.py in a clone."""
 
 import sys
 

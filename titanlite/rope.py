@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoPE, arXiv:2104.09864) of R of a head's K channels, also stretched over long sequences.
+"""Rotary position embedding (RoPE, arXiv:2104.09864) on R of a head's K channels, with scaling for long sequences.
 Shapes: B batch, T sequence, H heads."""
 
 import math
@@ -13,7 +13,7 @@ def rope_frequencies(model: Model, length: int) -> Tensor:
     """Return the angular frequency of each rotated pair of channels, radians per position, [R/2] in float64, for
     sequences of `length` tokens.
 
-    With rope_scaling_factor > 1, wavelengths are stretched by it. "linear": all. "llama3": those longer than
+    A rope_scaling_factor > 1 stretches wavelengths. "linear": all of them. "llama3": those longer than
     rope_original_seq_len / rope_low_freq_factor; those shorter than rope_original_seq_len / rope_high_freq_factor stay,
     and those between are blended (Llama 3.1 model card and reference code). "yarn" (arXiv:2309.00071): as llama3 with
     rope_beta_slow and rope_beta_fast, but the pairs between are blended by their number and not by their wavelength.
@@ -32,7 +32,7 @@ def rope_frequencies(model: Model, length: int) -> Tensor:
         unscaled = 1 - _yarn_ramp(model)
     else:
         low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
-        periods = model.rope_original_seq_len * frequency / (2 * math.pi)  # of a pair within the original sequence
+        periods = model.rope_original_seq_len * frequency / (2 * math.pi)  # periods per original sequence
         unscaled = ((periods - low) / (high - low)).clamp(0, 1)
     return frequency * (unscaled + (1 - unscaled) / scaling)
 
@@ -41,7 +41,7 @@ def _yarn_ramp(model: Model) -> Tensor:
     """Return how far each pair of channels is stretched under YaRN, from 0 to 1, [R/2] in float64. The ramp begins and
     ends at whole numbers of pairs, as in the paper's code, unless rope_yarn_truncate = false."""
 
-    def pair_with(periods: float) -> float:  # within the original sequence; between two pairs, in general
+    def pair_with(periods: float) -> float:  # periods per original sequence; the result may be a fraction
         wavelength = model.rope_original_seq_len / periods
         return model.rope_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(model.rope_theta))
 
@@ -81,9 +81,9 @@ def apply_rotary_emb(x_BTHK: Tensor, rope_TK2: Tensor) -> Tensor:
     `rope_TK2` is cos and sin, [T, K/2, 2], or [B, T, K/2, 2] where positions differ between sequences."""
     pairs = x_BTHK.to(torch.promote_types(x_BTHK.dtype, torch.float32)).unflatten(-1, (-1, 2))
     cos_sin = rope_TK2.unsqueeze(-3)
-    if torch.compiler.is_compiling():  # inductor has no kernels for complex numbers, and fuses this into one
+    if torch.compiler.is_compiling():  # inductor lacks complex kernels, and fuses these operators into one
         (cos, sin), signs = cos_sin.unsqueeze(-1).unbind(-2), 2 * torch.arange(2, device=pairs.device) - 1
         rotated = pairs * cos + pairs.flip(-1) * (sin * signs)
-    else:  # one pass instead of seven
+    else:  # one pass over memory instead of seven
         rotated = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.view_as_complex(cos_sin))
     return rotated.flatten(-2).to(x_BTHK.dtype)

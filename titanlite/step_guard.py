@@ -125,8 +125,8 @@ class StepGuard:
             owner.load(state)
 
     def report_divergence(self, vocab_size: int) -> None:
-        """Say so if the last loss is worse than that of a uniform guess."""
-        if not self.last_loss <= (limit := math.log(vocab_size) + 1):  # also if it is nan
+        """Print a line if the last loss is worse than a uniform guess."""
+        if not self.last_loss <= (limit := math.log(vocab_size) + 1):  # a nan loss is reported, too
             above = f"is above {limit:.4g}, 1 more than a uniform guess has: it has diverged"
             log_rank0(f"the last loss, {self.last_loss:,.4g}, {above}")
 

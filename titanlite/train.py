@@ -55,7 +55,7 @@ def train(config: Config, launch: Launch, signals: process.Signals) -> dict[str,
     run = build.Run(config, layout, device, model, stages, optimizer, data, signals)
     groups = build.build_groups(run)
     train_step = build.build_train_step(run, groups)
-    set_timeout(device, config.comm.init_timeout_seconds)  # new groups have torch's default
+    set_timeout(device, config.comm.init_timeout_seconds)  # new groups begin with torch's default timeout
     guard, sizes = build.build_guard(training, device), build.parameter_sizes(config)
     meter, logger = build.build_metrics(config, launch, device, sizes)
     log_rank0(run_summary(config, sum(sizes.values()), data.train, data.validation, meter.peak.source))
@@ -84,7 +84,7 @@ def train(config: Config, launch: Launch, signals: process.Signals) -> dict[str,
             mark(COMPILES)
             with progress(f"step {step}: compiling", enabled=is_first and launch.rank == 0 and config.compile.enable):
                 loss_sum, valid = train_step.gradients(step, batches, guard.loss_scale)
-            if not is_first:  # then, a rank that is done waits for those that compile, and none is behind
+            if not is_first:  # ranks wait here in the first step for others that compile: no hang
                 mark("updating the weights")
 
             # One small all-reduce tells every rank the loss and whether some rank was asked to stop or to save. All

@@ -1,4 +1,4 @@
-"""One optimizer step: its gradients, what is summed over whom, and the update. The loss without gradients, too.
+"""One optimizer step: its gradients, the sums over ranks, and the update; and the loss without gradients.
 
 Training, the parity tests, the tests of replica groups and the planner run this same code.
 """
@@ -52,7 +52,7 @@ class SingleStageRunner(Runner):
 
 
 class Totals(NamedTuple):
-    """What all ranks know of a step once its gradients are summed, on the device."""
+    """The numbers of a step that all ranks know once its gradients are summed, on the device."""
 
     numbers: Tensor
     """The mean loss, the gradient norm, how many ranks were asked to stop and to save, sums of counts: float64."""
@@ -62,13 +62,13 @@ class Totals(NamedTuple):
         return self.numbers[1]
 
     def read(self) -> list[float]:
-        """Return the numbers. The host waits for the device: the only time in a step that is not logged."""
+        """Return the numbers. The host waits here for the device, and in a step that is not logged nowhere else."""
         return self.numbers.tolist()
 
 
 def sum_over_ranks(loss_sum: Tensor, signals: Signals, *counts: float) -> Tensor:
-    """Return the sums over all ranks of `loss_sum`, of whether a rank was asked to stop, and to save, and of `counts`:
-    [3 + counts]."""
+    """Return sums over all ranks, [3 + counts]: of `loss_sum`, the number of ranks that were asked to stop, the number
+    that were asked to save, and each of `counts`."""
     others = [torch.full_like(loss_sum, each) for each in (signals.stopping, signals.asked_to_save, *counts)]
     sums = torch.stack([loss_sum, *others])
     dist.all_reduce(sums)
@@ -76,7 +76,7 @@ def sum_over_ranks(loss_sum: Tensor, signals: Signals, *counts: float) -> Tensor
 
 
 class SavedState(Protocol):
-    """What a checkpoint has of a run beside tensors: a RunState."""
+    """The state of a run that a checkpoint stores beside tensors: a RunState."""
 
     def save(self) -> dict[str, Any]:
         """Return the state as plain JSON. Every rank must call it."""
@@ -86,8 +86,8 @@ class SavedState(Protocol):
 
 
 class OneGroup:
-    """Which steps there are, and what is summed over whom: all ranks are one group. A run whose groups may die has
-    Replicas instead (techniques/replicas/)."""
+    """Yields the steps and sums over ranks, where all ranks are one group. A run whose groups may fail has Replicas
+    instead (techniques/replicas/)."""
 
     def begin(
         self, last_step: int, saved: Mapping[str, Any], state: SavedState, abandon: Callable[[int], None]
@@ -96,12 +96,12 @@ class OneGroup:
 
         Args:
             saved: the state of the checkpoint of that step; empty without one.
-            state: what another group may need.
-            abandon: removes what was logged of later steps than one, before the group gets another's state.
+            state: the state that another group may need.
+            abandon: called with a step before the group gets another's state, to remove what later steps have logged.
         """
 
     def steps(self, last_step: int, last: int) -> Iterable[int]:
-        """Yield the number of each step from that after `last_step` to `last`."""
+        """Yield the number of each step from `last_step` + 1 to `last`."""
         return range(last_step + 1, last + 1)
 
     def count(self, valid: Tensor) -> None:
@@ -115,7 +115,7 @@ class OneGroup:
         Args:
             loss_sum: the sum of this rank's token losses.
             valid: the global number of valid tokens.
-            parameters: those of this rank, with their gradients.
+            parameters: this rank's parameters, with their gradients.
             signals: tells whether this rank was asked to stop or to save.
             counts: numbers of this rank that are summed, too.
 
@@ -127,7 +127,7 @@ class OneGroup:
         return Totals(torch.stack([loss / valid, norm, *others]))
 
     def final_step(self, step: int, *, is_last: bool) -> int:
-        """Return the step that the weights are of at the end, after `step` has ended; `is_last`: as a last one."""
+        """Return the step whose weights the run ends with, once `step` is done; `is_last`: whether it was the last."""
         return step
 
     def metrics(self) -> dict[str, float]:
@@ -135,7 +135,7 @@ class OneGroup:
         return {}
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint has of the groups, as plain JSON."""
+        """Return the state of the groups that a checkpoint stores, as plain JSON."""
         return {}
 
 
@@ -168,7 +168,7 @@ class Balance(Protocol):
         """Forget the loads of the step before. The backward passes of this one multiply losses by `loss_scale`."""
 
     def update(self, taken: Tensor) -> None:
-        """Adjust the routers by the load of the step that was just taken; `taken`: whether it was."""
+        """Adjust the routers by the load of the step that has just ended; `taken`: whether its update was taken."""
 
     def metrics(self) -> dict[str, Any]:
         """Return values of the last step by tag."""
@@ -188,7 +188,7 @@ class TrainStep:
     max_norm: float
     """Gradients are clipped to this norm."""
     balance: Balance | None = None
-    """Of a model with experts."""
+    """The LoadBalance of a model with experts; None for any other."""
     groups: OneGroup = dataclasses.field(default_factory=OneGroup)
     observers: list[Observer] = dataclasses.field(default_factory=list)
 
@@ -197,7 +197,7 @@ class TrainStep:
     ) -> tuple[Tensor, Tensor]:
         """Compute a step's gradients, and show them to the observers. Arguments and result are those of
         `forward_backward`; `is_test`: see Observer."""
-        self.runner.prepare(batches[0])  # no observer sees what it computes
+        self.runner.prepare(batches[0])  # observers do not see this call
         for observer in self.observers:
             observer.before_backward(step)
         loss_sum, valid = self.forward_backward(batches, loss_scale)
@@ -244,12 +244,12 @@ class TrainStep:
     def largest_loss(self, loss_sum: Tensor, batches: list[Batch]) -> float:
         """Return the largest of the ranks' own mean losses of a step, in nats. Every rank must call it."""
         own = loss_sum / count_valid([batch.targets for batch in batches], loss_sum.device)
-        own = own.nan_to_num(nan=-math.inf) if self.contributes_loss else torch.full_like(own, -math.inf)  # 0 / 0
+        own = own.nan_to_num(nan=-math.inf) if self.contributes_loss else torch.full_like(own, -math.inf)  # nan: 0 / 0
         dist.all_reduce(own, dist.ReduceOp.MAX)
         return own.item()
 
     def metrics(self) -> dict[str, Any]:
-        """Return values of the last step by tag; those of a tensor are for a histogram."""
+        """Return values of the last step by tag; a tensor is for a histogram."""
         return self.balance.metrics() if self.balance else {}
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What a run that resumes has changed: its options that differ from those of the checkpoint."""
+"""The options of a resumed run that differ from those of its checkpoint."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,12 +10,12 @@ from titanlite.optimizer import lr_factor
 
 OF_DATA = ("training.dataset", "training.text", "training.packing", "training.seq_len", "training.shuffle")
 OF_DATA += ("training.long", "training.streaming", "validation.dataset", "validation.fraction", "model.hf_assets_path")
-"""Beginnings of the options by which the data of a run differ."""
+"""Beginnings of the names of options that decide the data of a run."""
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> str:
-    """Return a line with the options that differ from a checkpoint's and, if the schedule is another one, the learning
-    rates of `step`, by the checkpoint, and of the next one. Raises ConfigError if the checkpoint's is not valid."""
+    """Return a line with the options that differ from a checkpoint's and, if the schedule differs, the learning rates
+    of `step` (old options) and of the next step (new options). Raises ConfigError if the old options are not valid."""
     line = f"changed since the checkpoint: {listed(old, new)}"
     if any(key == "optimizer.lr" or key.startswith("lr_scheduler.") for key in differences(old, new)):
         before, last = learning_rate(old, step), new["lr_scheduler.total_steps"]
@@ -25,13 +25,13 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> str:
 
 
 def listed(old: Mapping[str, Any], new: Mapping[str, Any], begins: tuple[str, ...] = ("",)) -> str:
-    """Return the options with one of some beginnings that differ, with both values."""
+    """Return the options that differ and whose names have one of these beginnings, with both values."""
     changed = {key: values for key, values in differences(old, new).items() if key.startswith(begins)}
     return ", ".join(f"{key} {shown(before)} -> {shown(after)}" for key, (before, after) in changed.items())
 
 
 def learning_rate(options: Mapping[str, Any], step: int) -> float:
-    """Return the learning rate that the options of a run give at a step."""
+    """Return the learning rate of a step under the options of a run."""
     sections: list[Any] = []
     for name, kind in (("optimizer", Optimizer), ("lr_scheduler", LRScheduler)):
         values = {key: options[f"{name}.{key}"] for key in kind.model_fields if f"{name}.{key}" in options}

@@ -64,8 +64,8 @@ class Checkpointer(NoCheckpoints):
     """Saves and resumes the checkpoints of a run. Every rank must make the same calls.
 
     checkpoint.folder is relative to `dump_folder`. An "async" save returns once the state is copied to host memory.
-    `identity`, plain JSON, is what a resumed run must share with the one that saved, but for the keys in `may_differ`:
-    seed, data, dimensions. `config` is saved with each step.
+    `identity`, plain JSON, has the seed, the data and the dimensions. A resumed run must have the same as the run that
+    saved, except for the keys in `may_differ`. `config` is saved with each step.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Checkpointer(NoCheckpoints):
         self._saving: tuple[int, bool, Future[None], contextlib.ExitStack] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save checkpoint")
         self._host_copies: dict[str, Tensor] = {}
-        # A group of its own: an asynchronous save talks to the other ranks from another thread than the training.
+        # The group is for saves only: an asynchronous save communicates from another thread than the training.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.comm.init_timeout_seconds))
         self._names = CheckpointFolder(self.folder, checkpoint.keep_latest_k)
         if dist.get_rank() == 0:
@@ -114,9 +114,9 @@ class Checkpointer(NoCheckpoints):
 
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         """Load the newest checkpoint into a model and its optimizer, and into the random generators if there are as
-        many ranks as when it was saved. Return the `state` that `save` got, with `step`; without one, None. Raises
+        many ranks as when it was saved. Return the `state` that `save` got, with `step`; None if there is none. Raises
         ConfigError if checkpoint.load_step is not the newest step, the identity differs, or the checkpoint is damaged;
-        with checkpoint.on_corrupt = "previous", if all are."""
+        with checkpoint.on_corrupt = "previous", if all are damaged."""
         names = self._from_rank0(self._names.to_resume)  # ranks must agree, even if they see the folder differently
         steps = [state_of(Path(name))[0] for name in names]
         if self.checkpoint.load_step not in (-1, *steps[-1:]):
@@ -133,7 +133,7 @@ class Checkpointer(NoCheckpoints):
             path = self.folder / names[-1]
             state, problems = load_checkpoint(path, model, optimizer, expected)
             if not problems:
-                for bad, problem in damaged if dist.get_rank() == 0 else []:  # so that no later start tries them
+                for bad, problem in damaged if dist.get_rank() == 0 else []:  # a later start must not try them again
                     print(f"{problem}; renamed to {self._names.set_aside(bad, DAMAGED)}", flush=True)
                 paths = [Path(name) for name in names if name.endswith(UNCONFIRMED)]
                 self.unconfirmed = [state_of(path)[0] for path in paths]
@@ -191,14 +191,14 @@ class Checkpointer(NoCheckpoints):
                 copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
                 self._host_copies[name] = copy
             copies[name] = copy.copy_(tensor, non_blocking=True), offset, shape
-            alive()  # the first time, pinning memory takes long
+            alive()  # pinning the memory takes long in the first save
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
         return copies
 
     def _write(self, step: int, slices: Slices, state: bytes) -> None:
-        """Write this rank's file. When all ranks have, rank 0 writes state.json and the manifest and renames the
-        folder, so that an asynchronous save is complete even if the training has failed since."""
+        """Write this rank's file. When all ranks have written theirs, rank 0 writes state.json and the manifest and
+        renames the folder, so that an asynchronous save is complete even if the training has failed since."""
         rank, stored, folder = dist.get_rank(), None, self.folder / f"step-{step}{TEMPORARY}"
         file = folder / f"rank-{rank:05d}.safetensors"
         with collected_problems(self.group, OSError) as problems:
@@ -332,7 +332,7 @@ class Checkpointer(NoCheckpoints):
         return "; ".join([*words, f"{newest}, and the next start {begins}"])
 
     def _from_rank0(self, call: Callable[[], Any]) -> Any:
-        """Return on every rank what a call returns on rank 0: its view of the folder is the one that counts."""
+        """Return on every rank what a call returns on rank 0, whose view of the folder is the one that counts."""
         result = [call() if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(result, group=self.group)
         return result[0]
@@ -350,7 +350,7 @@ class Checkpointer(NoCheckpoints):
                 self._saved(step)
 
     def _saved(self, step: int) -> None:
-        """Register a complete checkpoint, which is good at once if a later step has been finite already."""
+        """Register a complete checkpoint. It is good at once if a later step has already been finite."""
         self.unconfirmed.append(step)
         self._confirm()
 

@@ -7,9 +7,9 @@ exist. It gets the weights as safetensors of at most 5 GB, config.json, generati
 files. One process with the memory of one tensor is enough, without a GPU.
 
 The run's config.toml, beside the folder of its checkpoints, names the tokenizer and the folder whose weights the run
-started from, if any; --tokenizer and --source name others. What the config.json and generation_config.json of that
-folder say stays, but for what the run changed, the dtype, and --max-seq-len. Without such a folder, config.json states
-the training's sequence length.
+started from, if any; --tokenizer and --source name others. The config.json and generation_config.json of that folder
+are kept, except for what the run changed, the dtype, and --max-seq-len. Without such a folder, config.json states the
+training's sequence length.
 
 Exit status: 0 written; 1 OUT cannot be written; 2 the checkpoint or an argument is wrong.
 """
@@ -145,7 +145,7 @@ def model_options(path: Path, state: dict[str, Any]) -> Model:
 
 
 def config_file_of_run(path: Path) -> Path:
-    """Return where the config.toml of the run is that saved a step-N folder."""
+    """Return the path of the config.toml of the run that saved a step-N folder."""
     return path.resolve().parents[1] / "config.toml"
 
 

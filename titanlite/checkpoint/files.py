@@ -20,9 +20,9 @@ from titanlite.parallel.shards import Slice
 
 
 def write_file(path: Path, tensors: dict[str, tuple[Tensor, tuple[int, ...], tuple[int, ...]]]) -> Stored:
-    """Write slices of tensors, each with its offset in and the shape of the full tensor, and return what to enter into
-    the manifest. They may be on any device; one at a time is copied to host memory. Raises OSError if the file cannot
-    be written, as when the disk is full."""
+    """Write slices of tensors, each with its offset in the full tensor and the full tensor's shape. Return the file's
+    entry for the manifest. The slices may be on any device; one at a time is copied to host memory. Raises OSError if
+    the file cannot be written, as when the disk is full."""
     entries, slices = {}, {}
     for name, (tensor, offset, shape) in tensors.items():
         dtype = DTYPE_NAMES[tensor.dtype]
@@ -34,19 +34,19 @@ def write_file(path: Path, tensors: dict[str, tuple[Tensor, tuple[int, ...], tup
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a tensor in host memory; of one that is not contiguous, of a copy."""
+    """Return the memory of a tensor in host memory, or of a contiguous copy if it is not contiguous."""
     return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 class CheckedFile:
-    """Reads slices of tensors from one file, which must be what the manifest says: size, header, and every byte read.
+    """Reads slices of tensors from one file, and verifies its size, its header and every byte read by the manifest.
 
     Raises:
-        ConfigError: if it is not. The message names the file and the tensor.
+        ConfigError: if they differ. The message names the file and the tensor.
     """
 
     def __init__(self, path: Path, entry: FileEntry, expected: dict[str, tuple[str, Slice]]):
-        """`expected` has the data type and the slice of each tensor in the file."""
+        """Open the file. `expected` has the data type and the slice of each tensor in it."""
         self.bytes_read = 0
         self.path, self._dtypes = path, {name: DTYPES[dtype] for name, (dtype, _) in expected.items()}
         try:
@@ -86,7 +86,7 @@ class CheckedFile:
         return self._begin + begin, self._begin + end, stored
 
     def read_into(self, target: Tensor, name: str, wanted: Slice) -> None:
-        """Fill `target`, the slice `wanted` of a tensor on any device, as far as this file has it."""
+        """Fill `target`, the slice `wanted` of a tensor on any device, with the elements that this file has."""
         begin, end, stored = self._places[name]
         part = stored.overlap(wanted)
         target = target[part.inside(wanted)]
@@ -107,7 +107,7 @@ class CheckedFile:
         target.copy_(rows[part.inside(of_rows)])
 
     def _read_blocks(self, name: str, blocks: range, data: memoryview) -> None:
-        """Read blocks of a tensor's bytes, one behind the other, and check each. The last may be shorter."""
+        """Read consecutive blocks of a tensor's bytes, and check each. The last block may be shorter."""
         begin = self._places[name][0] + blocks.start * BLOCK_BYTES
         checksums = self._checksums[name][blocks.start : blocks.stop]
         try:
@@ -120,7 +120,7 @@ class CheckedFile:
             raise cannot_read(f"{self.path}: {name}", error) from None
 
     def verify(self) -> Iterator[int]:
-        """Read every tensor of the file and check it. Yields the bytes of each one read."""
+        """Read every tensor of the file and check it. Yields the number of bytes of each tensor read."""
         buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
         for name, (begin, end, _) in self._places.items():
             for block in range(len(self._checksums[name])):

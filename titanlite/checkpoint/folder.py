@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: the names that a checkpoint has in the course of time, and how it gets them.
+"""The folder of a run's checkpoints: the names of a checkpoint's states, and the changes between them.
 
     step-100/               good: its weights have given a finite step
     step-200.unconfirmed/   complete, but its weights have given no finite step yet
@@ -42,7 +42,7 @@ def state_of(path: Path) -> tuple[int, str] | None:
 
 
 def why_not_read(path: Path) -> str:
-    """Return words for an error, why a checkpoint's folder is not read; "" if its name does not tell."""
+    """Return words for an error that say why a checkpoint's folder is not read; "" if its name does not tell."""
     state = state_of(path)
     reason = SET_ASIDE.get(state[1], "it is not complete" if state[1].endswith(TEMPORARY) else "") if state else ""
     return f"; {reason}; rename it to step-{state[0]} to read it all the same" if reason and path.is_dir() else ""
@@ -60,7 +60,7 @@ def complete_steps(folder: Path) -> list[int]:
 
 
 def _remove(path: Path) -> None:
-    """Delete a folder, or a link to one, whose content is not this run's."""
+    """Delete a folder, or only the symbolic link to one, since the link's target is not this run's."""
     if path.is_symlink():
         path.unlink()
     else:
@@ -68,8 +68,8 @@ def _remove(path: Path) -> None:
 
 
 class CheckpointFolder:
-    """Renames and deletes checkpoints. Every method raises OSError if the disk does, or if a link to a folder of others
-    has taken the place of the folder, or of a checkpoint, since the run has begun."""
+    """Renames and deletes checkpoints. Every method raises OSError if the disk does, or if the folder or a checkpoint
+    was replaced by a link to another folder since the run began."""
 
     def __init__(self, path: Path, keep_latest_k: int):
         self._path, self._place, self.keep_latest_k = path, os.path.realpath(path), keep_latest_k
@@ -82,8 +82,8 @@ class CheckpointFolder:
         return self._path
 
     def recover(self) -> None:
-        """Delete what a killed run has not finished, and complete its renames. Raises ConfigError for what has the name
-        of a checkpoint and is no folder."""
+        """Delete what a killed run has not finished, and complete its renames. Raises ConfigError for a file that has
+        the name of a checkpoint."""
         for path in self.path.glob("step-*"):
             if (state_of(path) or path.name.endswith(TEMPORARY)) and not path.is_dir():
                 raise ConfigError([f"{path}: expected the folder of a checkpoint; move or remove this"])
@@ -104,8 +104,8 @@ class CheckpointFolder:
         return path
 
     def to_resume(self) -> list[str]:
-        """Return the names of the checkpoints that a run can resume from, the best last: the newest, and of the same
-        step the good one."""
+        """Return the names of the checkpoints that a run can resume from, the best last: newer ones after older ones,
+        and of the same step the good one last."""
         paths = checkpoints(self._path, "", UNCONFIRMED)
         return [path.name for path in sorted(paths, key=lambda path: (state_of(path)[0], path.suffix != UNCONFIRMED))]
 
@@ -125,21 +125,21 @@ class CheckpointFolder:
             shutil.rmtree(self.named(step, TEMPORARY))
 
     def publish(self, step: int) -> None:
-        """Make a checkpoint whose files are all on the disk one that a run can resume from. Delete older unconfirmed
+        """Rename a checkpoint whose files are all on the disk, so that a run can resume from it. Delete the unconfirmed
         ones beyond the newest k."""
         self._rename(self.named(step, TEMPORARY), self.named(step, UNCONFIRMED))
         self._delete_oldest(UNCONFIRMED)
 
     def confirm(self, step: int) -> None:
-        """Call a checkpoint good, and delete older good ones beyond the newest k."""
+        """Rename a checkpoint as good, and delete the good ones beyond the newest k."""
         unconfirmed = self.named(step, UNCONFIRMED)
-        if unconfirmed.exists():  # a newer one may have displaced it
+        if unconfirmed.exists():  # a newer checkpoint may have displaced it
             self._rename(unconfirmed, self.named(step))
             self._delete_oldest("")
 
     def set_aside(self, path: Path, suffix: str) -> str:
-        """Rename a checkpoint so that no later start reads it and none counts it. Return its new name.
-        It stays there until the user deletes it, or `delete_set_aside`."""
+        """Rename a checkpoint so that later starts neither read nor count it. Return its new name.
+        It stays there until the user or `delete_set_aside` deletes it."""
         step, _ = state_of(path)
         names = (f"step-{step}{suffix}{number}" for number in itertools.chain([""], itertools.count(2)))
         target = next(path.with_name(name) for name in names if not path.with_name(name).exists())
@@ -148,7 +148,7 @@ class CheckpointFolder:
         return target.name
 
     def delete_set_aside(self, suffix: str) -> None:
-        """Delete what an earlier failure has set aside: a run that is restarted after each would fill the disk."""
+        """Delete what an earlier failure has set aside: a run that fails again and again would fill the disk."""
         for path in checkpoints(self.path, suffix):
             self._delete(path)
 
@@ -158,7 +158,7 @@ class CheckpointFolder:
             thread.join(timeout=10)
 
     def _rename(self, source: Path, target: Path) -> None:
-        """Rename a checkpoint; one that has the name already stays complete under another until then."""
+        """Rename a checkpoint. Another one that has the name stays complete, under a third name, until that is done."""
         replaced = self.named(state_of(target)[0], REPLACED)
         if target.exists():
             target.rename(replaced)
@@ -172,7 +172,7 @@ class CheckpointFolder:
             self._delete(path)
 
     def _delete(self, path: Path) -> None:
-        """Delete a checkpoint in the background; from now on it is no longer complete."""
+        """Delete a checkpoint in the background. It no longer counts as complete from now on."""
         renamed = path.rename(path.with_name(f"{path.name}.old{TEMPORARY}"))
         thread = threading.Thread(target=_remove, args=(renamed,), name="delete checkpoint")
         thread.start()

@@ -9,12 +9,12 @@ from titanlite.config.schema import SEEDED, Checkpoint, Job, Model
 
 KEY = "checkpoint.initial_load_path"
 SIZES = {"dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size", "moe.n_experts"}
-"""Options of which weights cannot have another value, even if it is set."""
+"""Options whose values the weights fix: a config that sets another value is rejected."""
 
 
 def check_initial_weights(job: Job, checkpoint: Checkpoint, model: Model, is_set: Collection[str]) -> None:
     """Raise ConfigError if a run that has nothing to resume from is to start from a folder that lacks weights, or whose
-    config.json is of another model. Options in `is_set` may differ from it: the user has chosen them."""
+    config.json is of another model. Options in `is_set` may differ from that file, since the user has chosen them."""
     place = checkpoint.initial_load_path
     saved = checkpoints(Path(job.dump_folder) / checkpoint.folder, "", UNCONFIRMED, REPLACED)
     if place == SEEDED or (checkpoint.enable and saved):
@@ -49,7 +49,7 @@ def check_initial_weights(job: Job, checkpoint: Checkpoint, model: Model, is_set
 
 def is_hugging_face(path: Path) -> bool:
     """Return whether a folder with weights is a Hugging Face folder, and not a checkpoint. Raises ConfigError if there
-    is no folder, it is a checkpoint that is not read, or it lacks config.json."""
+    is no such folder, if it is a checkpoint that must not be read, or if it lacks config.json."""
     state = state_of(path)
     if (state and state[1] not in ("", UNCONFIRMED)) or not path.is_dir():
         from titanlite.config.hf.values import how_to_download  # here, since only an error needs it
@@ -62,8 +62,8 @@ def is_hugging_face(path: Path) -> bool:
 
 
 def step_folders(folder: Path, *suffixes: str) -> list[Path]:
-    """Return the checkpoints that a folder is, or that it or its folder `checkpoint` contains, oldest first. Of several
-    only the good ones count, unless other `suffixes` are given. Raises ConfigError if there is none."""
+    """Return the checkpoint that a folder is, or those that it or its folder `checkpoint` contains, oldest first. In a
+    folder of several, only the good ones count, unless `suffixes` are given. Raises ConfigError if there is none."""
     state = state_of(folder)
     if state and state[1] in ("", UNCONFIRMED) and folder.is_dir():
         return [folder]

@@ -26,7 +26,7 @@ from titanlite.launch.progress import progress
 
 
 class Expected(NamedTuple):
-    """What a run that resumes has: see Checkpointer."""
+    """The properties of a resuming run that its checkpoint must match: see Checkpointer."""
 
     identity: dict[str, Any]
     may_differ: Collection[str]
@@ -39,7 +39,7 @@ class Expected(NamedTuple):
 def load_checkpoint(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, expected: Expected
 ) -> tuple[dict[str, Any], list[str]]:
-    """Load a checkpoint. Return its state, and what is wrong with it on any rank. Raises ConfigError if it is of
+    """Load a checkpoint. Return its state, and a line for each problem on any rank. Raises ConfigError if it is of
     another run."""
     with collected_problems(expected.group) as problems:
         reader = CheckpointReader(path)
@@ -66,9 +66,9 @@ def load_checkpoint(
 def _load(
     reader: CheckpointReader, model: nn.Module, optimizer: torch.optim.Optimizer, expected: Expected
 ) -> list[str]:
-    """Load a checkpoint's tensors and return what is wrong with them on any rank."""
+    """Load a checkpoint's tensors, and return a line for each problem on any rank."""
     n_saved = sum(name.startswith("random.cpu.") for name in reader.shapes)
-    generators = random_states() if n_saved == dist.get_world_size() else {}  # else as this run has seeded them
+    generators = random_states() if n_saved == dist.get_world_size() else {}  # {}: keep this run's own states
     states = optimizer_tensors(model, optimizer)
     portable = {name: dequantized(state) for name, state in states.items()}
     tensors = model_tensors(model) | portable
@@ -109,9 +109,9 @@ def load_tensors(
     group: dist.ProcessGroup | None = None,
     timeout: float = 0,
 ) -> list[str]:
-    """Fill this rank's shards of tensors, which on all ranks must be those of the checkpoint whose names have the
-    prefixes, and its random states (`generators`). Return what is wrong on any rank. With a group, each rank may take
-    as long as it needs, if it reads a byte within `timeout` seconds."""
+    """Fill this rank's shards of tensors, and its random states (`generators`). The tensors of all ranks must be those
+    of the checkpoint whose names have the prefixes. Return a line for each problem on any rank. With a group, each rank
+    may take as long as it needs, if it reads a byte within `timeout` seconds."""
     saved = {name for name in reader.shapes if name.startswith(prefixes)}
     own = torch.tensor(sum(is_on_first_rank(name, tensors) for name in tensors))
     if dist.is_initialized():
@@ -136,6 +136,6 @@ def load_tensors(
 
 
 def _with_optimizer(identity: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an identity with the optimizer whose states a run saves, if its config is known."""
+    """Return the identity with the name of the optimizer added whose states a run saves, if its config is known."""
     name = config.get("optimizer.name")
     return identity | ({"optimizer.name": "Muon" if name == "Muon" else "Adam or AdamW"} if name else {})

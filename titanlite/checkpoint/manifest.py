@@ -23,7 +23,7 @@ from titanlite.parallel.shards import Slice
 
 MANIFEST, STATE = "manifest.json", "state.json"
 FORMAT, VERSION = "titanlite checkpoint", 1
-DTYPES = {  # by their names in safetensors files
+DTYPES = {  # keys: their names in safetensors files
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -35,11 +35,11 @@ DTYPES = {  # by their names in safetensors files
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LARGEST_MANIFEST = 2**27  # bytes
 LARGEST_GRID = 10_000_000
-"""Cells of the grid in which slices are checked; 4096 ranks need at most 4096 of them."""
+"""Cells of the grid in which slices are checked, at most; 4096 ranks need at most 4096 of them."""
 
 
 class FileEntry(Record):
-    """What a file must be: its size in bytes, and the checksum of a safetensors file's header or of a JSON file."""
+    """A file's properties: its size in bytes, and the checksum of a safetensors file's header or of a JSON file."""
 
     bytes: Int63
     xxh3_64: Checksum
@@ -59,11 +59,11 @@ class Manifest(Record):
     version: Literal[1]
     files: dict[str, FileEntry]
     layouts: list[list[tuple[Int63, list[Int63], list[Int63]]]]
-    """Ways in which tensors are split into slices: of each slice its file, counted in the order of `files`, offset and
-    size. Tensors share them: 80 layers of a model are split alike."""
+    """Ways in which tensors are split into slices. Each slice is its file (an index into `files`), its offset and its
+    size. Tensors share layouts: 80 layers of a model are split alike."""
     tensors: dict[str, TensorEntry]
     xxh3_64: Checksum
-    """Of the rest of this file."""
+    """The checksum of the rest of this file."""
     _overlaps: dict[tuple[int, Slice], list[tuple[int, Slice]]] = PrivateAttr(default_factory=dict)
 
     @functools.cached_property
@@ -75,7 +75,7 @@ class Manifest(Record):
         return torch.Size(self.tensors[name].shape)
 
     def slices(self, name: str, wanted: Slice) -> list[tuple[int, Slice]]:
-        """Return the stored slices of a tensor that have elements of a wanted one, each with its file."""
+        """Return the stored slices of a tensor that overlap the `wanted` slice, each with its file."""
         layout = self.tensors[name].layout
         if (layout, wanted) not in self._overlaps:
             stored = ((file, Slice(tuple(offset), tuple(size))) for file, offset, size in self.layouts[layout])
@@ -83,7 +83,7 @@ class Manifest(Record):
         return self._overlaps[layout, wanted]
 
     def names_of_file(self, file: int) -> dict[str, Slice]:
-        """Return the tensors of which a file has a slice, and the slice."""
+        """Return the slices that a file has, by the names of their tensors."""
         return {name: each for layout, each in self._layouts_of_files[file] for name in self._names_of_layouts[layout]}
 
     @functools.cached_property
@@ -103,7 +103,7 @@ class Manifest(Record):
 
 
 class Stored(NamedTuple):
-    """What one file holds, as the rank that wrote it reports it."""
+    """The content of one file, as reported by the rank that wrote it."""
 
     entry: FileEntry
     slices: dict[tuple[str, tuple[int, ...], Slice], list[str]]
@@ -112,7 +112,7 @@ class Stored(NamedTuple):
 
 def build_manifest(files: Mapping[str, Stored], state: bytes) -> bytes:
     """Return manifest.json of a checkpoint with these safetensors files and this state.json."""
-    layouts: dict[tuple[int, int, Slice], int] = {}  # a layout with a slice more, by the layout before it
+    layouts: dict[tuple[int, int, Slice], int] = {}  # number of a layout; key: the one it extends, and the new slice
     layout_of: dict[str, int] = {}
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     for index, stored in enumerate(files.values()):
@@ -200,7 +200,7 @@ def _problem_of_slices(slices: list[tuple[int, list[int], list[int]]], shape: li
             return f"a slice of size {size} at {offset} is not inside the shape {shape}"
     if math.prod(shape) == 0:
         return ""
-    # In a grid of all boundaries every cell must be covered once.
+    # The boundaries of all slices form a grid. Every cell of it must be covered once.
     bounds = [
         sorted({0, n, *(each for _, offset, size in slices for each in (offset[d], offset[d] + size[d]))})
         for d, n in enumerate(shape)
@@ -215,7 +215,7 @@ def _problem_of_slices(slices: list[tuple[int, list[int], list[int]]], shape: li
 
 
 def read_json(path: Path, entry: FileEntry | None = None) -> dict[str, Any]:
-    """Return the JSON object that a file holds. Raises ConfigError if it is none, or not the one in the manifest."""
+    """Return the JSON object in a file. Raises ConfigError if it is no object, or not the file of the manifest."""
     try:
         data = read_file(path, LARGEST_MANIFEST)
         if entry and (len(data), checksum(data)) != (entry.bytes, entry.xxh3_64):

@@ -1,4 +1,4 @@
-"""Ranks that each read or write files of their own: they wait for each other, and agree on what went wrong."""
+"""Waiting for ranks that each read or write their own files, and collecting their problems on all of them."""
 
 import contextlib
 import time
@@ -21,8 +21,8 @@ INTERVAL_SECONDS = 10.0
 def collected_problems(
     group: dist.ProcessGroup | None = None, kind: type[Exception] = ConfigError
 ) -> Iterator[list[str]]:
-    """Run the body on every rank. Then the list has a line for each problem that some rank had, the same on all. In a
-    process without ranks, the problems are its own."""
+    """Run the body on every rank. Afterwards the list has, on every rank, a line for each problem of any rank. In a
+    process without ranks, it has the problems of this process."""
     own, problems = list[str](), list[str]()
     try:
         yield problems

@@ -1,4 +1,4 @@
-"""Reading a checkpoint: full tensors in one process, or each rank its slices of them under any layout."""
+"""Reading a checkpoint: full tensors in one process, or only each rank's slices, under any layout."""
 
 import functools
 from collections.abc import Iterator, Mapping
@@ -71,7 +71,7 @@ class CheckpointReader:
         return full
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Check that the checkpoint has these tensors, plain ones or DTensors, with their shapes."""
+        """Check that the checkpoint has these tensors (plain tensors or DTensors) with the same shapes."""
         if missing := [name for name in tensors if name not in self.shapes]:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise ConfigError([f"{self.path}: {missing[0]}{more} is not in the checkpoint; it is of another model"])
@@ -82,7 +82,7 @@ class CheckpointReader:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill the shards of these tensors on this rank, converted to their data types. Only files that have some of
-        their elements are opened. Nothing is filled unless all of it exists."""
+        their elements are opened. Nothing is filled unless all elements exist."""
         self.check(tensors)
         shards = {name: (plain_shard(tensor), shard_slice(tensor)) for name, tensor in tensors.items()}
         for name, (_, wanted) in shards.items():

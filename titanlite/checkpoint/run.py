@@ -1,4 +1,4 @@
-"""What a checkpoint has of a run, and the checkpoints of a run that has none."""
+"""The state of a run that a checkpoint stores, and the stand-in for a run without checkpoints."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from titanlite.train_step import OneGroup
 
 
 class RunState(NamedTuple):
-    """What a checkpoint has of a run beside tensors, as plain JSON."""
+    """The state of a run that a checkpoint stores beside tensors, as plain JSON."""
 
     loader: Loader
     guard: StepGuard
@@ -36,7 +36,7 @@ class RunState(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What a run trains, its last step, and the signals that ask it to save."""
+    """The model and optimizer that a run trains, its last step, and the signals that ask it to save."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -45,7 +45,7 @@ class Trained(NamedTuple):
 
 
 class NoCheckpoints:
-    """Loads initial weights, and saves nothing: checkpoint.enable = false. The Checkpointer does all else."""
+    """Loads initial weights, and saves nothing: checkpoint.enable = false. Its subclass Checkpointer does the rest."""
 
     def __init__(self, checkpoint: Checkpoint, run: Trained | None = None):
         self.checkpoint, self.run = checkpoint, run
@@ -55,7 +55,7 @@ class NoCheckpoints:
 
         Args:
             options: the [model] section.
-            seed: that of the initial weights, to be printed.
+            seed: the seed of the initial weights, to be printed.
 
         Returns:
             The saved state with its `step`; empty without a checkpoint.
@@ -78,8 +78,8 @@ class NoCheckpoints:
         return contextlib.nullcontext()
 
     def confirm(self, step: int) -> None:
-        """Register that a step was finite: checkpoints of earlier steps are good. Cheap if there is nothing to do.
-        Raises TrainingError if one cannot be renamed."""
+        """Register that a step was finite, so that checkpoints of earlier steps are good. This is cheap if there is
+        nothing to do. Raises TrainingError if a checkpoint cannot be renamed."""
 
     def after_divergence(self) -> str:
         """Set aside the checkpoints whose weights gave no finite step. Return what to tell the user."""
@@ -90,16 +90,16 @@ class NoCheckpoints:
         Raises TrainingError as Checkpointer.save does."""
 
     def end(self, step: int, state: RunState, last_loss: Callable[[], float]) -> None:
-        """Wait for the last checkpoint, and test it if no later step has. Raises TrainingError if one could not be
-        written or the loss is not finite.
+        """Wait for the last checkpoint, and test it if no later step has tested it. Raises TrainingError if one could
+        not be written or the loss is not finite.
 
         Args:
-            step: the step that the weights are of; it is saved if it was not yet.
+            step: the step of the weights; it is saved unless it was saved before.
             last_loss: returns the loss of a further batch with these weights. Every rank calls it.
         """
 
     def metrics(self) -> dict[str, float]:
-        """Return values since the last call by tag."""
+        """Return the values since the last call, by tag."""
         return {}
 
     def close(self) -> None:

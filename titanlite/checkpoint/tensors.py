@@ -10,11 +10,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from titanlite.parallel.shards import local_shard, n_replicas, shard_slice
 
 Slices = dict[str, tuple[Tensor, tuple[int, ...], tuple[int, ...]]]
-"""What a rank saves: by name its slice of a tensor, the slice's offset and the full tensor's shape."""
+"""What a rank saves, by the name of the tensor: its slice, the slice's offset and the full tensor's shape."""
 
 
 def slices_to_save(tensors: Mapping[str, Tensor]) -> Slices:
-    """Return which slices this rank saves: each shard is saved by one of the ranks that have it, in turn."""
+    """Return the slices that this rank saves. Each shard is saved by one of the ranks that have it, in turn."""
     slices: Slices = {}
     for index, (name, tensor) in enumerate(tensors.items()):
         offset, size = shard_slice(tensor)
@@ -26,7 +26,7 @@ def slices_to_save(tensors: Mapping[str, Tensor]) -> Slices:
 
 
 def plain_shard(tensor: Tensor) -> Tensor:
-    """Return this rank's shard as a plain tensor that shares its memory, also where a technique has wrapped it."""
+    """Return this rank's shard as a plain tensor that shares its memory, even where a technique has wrapped it."""
     local = local_shard(tensor).detach()
     if type(local) is Tensor:
         return local
@@ -57,8 +57,8 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's parameters and the buffers that a checkpoint has: those of the routers of experts. They share
-    the memory of the model's own, so that loading fills those."""
+    """Return a model's parameters, and the buffers that a checkpoint stores, which the routers of experts have. The
+    tensors share the model's memory, so that loading into them fills the model."""
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for name, module in model.named_modules():
         for key in ("balance_bias", "load") if name.endswith(".router") else ():
@@ -74,7 +74,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return the optimizer states by "optimizer." and DCP's flat name; create them if there are none yet. Learning
     rates and betas come from the config and are not saved."""
-    # Here: the import takes half a second.
+    # It is imported here, since the import takes half a second.
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
     state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
@@ -95,8 +95,8 @@ def dequantized(state: Tensor) -> Tensor:
 
 
 def load_quantized(state: Tensor, values: Tensor, store: Callable[..., None], *, is_square: bool) -> None:
-    """Write what `dequantized` returned to this rank's shard of a quantized optimizer state, exp_avg or exp_avg_sq, by
-    the `store` of its optimizer."""
+    """Write `values`, which `dequantized` returned, to this rank's shard of a quantized optimizer state, exp_avg or
+    exp_avg_sq, by the optimizer's own function `store`."""
     values = local_shard(values)
     store(local_shard(state), values, torch.tensor(True, device=values.device), is_square=is_square)
 
@@ -116,7 +116,7 @@ def plain_tensors(tensors: dict[str, Tensor]) -> list[Tensor]:
 
 
 def _plain(tensor: Tensor) -> list[Tensor]:
-    """Return a tensor, or those that a quantized optimizer state consists of."""
+    """Return a tensor, or the tensors that a quantized optimizer state consists of."""
     if type(tensor) in (Tensor, nn.Parameter):
         return [tensor.detach()]
     return [inner for name in tensor.__tensor_flatten__()[0] for inner in _plain(getattr(tensor, name))]

@@ -1,4 +1,4 @@
-"""What differs between two configs, by `section.key`."""
+"""The differences between two configs, by `section.key`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,8 +9,8 @@ from titanlite.config.loader import Section, show, table_of
 
 
 def options_by_key(config: Section, *, without: str = "", prefix: str = "") -> dict[str, Any]:
-    """Return the value of every option by `section.key`, or `section.key.N.name` in the table N. Options with the mark
-    `without` in their type are left out."""
+    """Return the value of every option by `section.key`, or by `section.key.N.name` for an option in table N of an
+    array. Options whose type has the metadata `without` are left out."""
     options: dict[str, Any] = {}
     for name, field in type(config).model_fields.items():
         key, value = f"{prefix}{name}", getattr(config, name)
@@ -25,11 +25,11 @@ def options_by_key(config: Section, *, without: str = "", prefix: str = "") -> d
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the old and the new value of each option that differs; None: it is not there."""
+    """Return the old and the new value of each option that differs; None for an option that one side lacks."""
     return {key: (old.get(key), new.get(key)) for key in {**new, **old} if old.get(key) != new.get(key)}
 
 
 def shown(value: Any) -> str:
-    """Return a value as TOML writes it, but a long one not in full."""
+    """Return a value as TOML writes it, shortened if it is long."""
     text = "unset" if value is None else show(value)
     return text if len(text) <= 100 else f"{text[:97]}... ({xxhash.xxh3_64_hexdigest(text.encode())[:8]})"

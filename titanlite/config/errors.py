@@ -1,4 +1,4 @@
-"""Errors of a run that are not of its config."""
+"""Errors of a run whose config is right."""
 
 from titanlite.config.loader import printable
 

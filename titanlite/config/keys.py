@@ -1,4 +1,4 @@
-"""Names of options that rules name more than once."""
+"""Names of the options that several rules name."""
 
 EXPERTS, EXPERT = "model.moe.n_experts", "parallelism.expert_parallel_degree"
 LATENT, LAYERS = "model.mla.kv_lora_rank", "model.layer_pattern"

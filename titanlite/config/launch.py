@@ -24,11 +24,11 @@ ATTENTION_BACKENDS_ON_CUDA = {
     "float32": ("efficient", "math"),
     "float64": ("math",),
 }
-"""By the data type that the model computes in, the default first."""
+"""Attention backends by the data type that the model computes in, the default first."""
 LEAST_OPEN_FILES = 256
 """Limit on the open files of a process: a rank has its token caches open, 64 shards of each, and connections."""
 MOST_CHUNKS = 4096
-"""Most chunks of the loss: a rank, and a plan, computes one after the other, and 4 TiB of logits are on no device."""
+"""Most chunks of the loss: a rank, and a plan, computes one after the other, and no device has room for more logits."""
 CUDNN_SWITCH = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
 
 
@@ -62,7 +62,7 @@ def count_from_environment(environment: Mapping[str, str], name: str, least: int
 
 def raise_open_file_limit(connections: int = 0) -> None:
     """Let this process and its children open as many files as the hard limit allows: each connection is one, and the
-    first node's launcher has two to every rank. Raises ConfigError if that is too few: torch would wait forever."""
+    first node's launcher has two to every rank. Raises ConfigError if it is too low: torch would wait forever."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # macOS grants less than the infinite hard limit that it reports
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -88,7 +88,7 @@ def plan_command(file: str) -> str:
 
 
 def quantity(number: int, noun: str) -> str:
-    """Return a number of things, as in "1 rank" and "2 ranks"."""
+    """Return a number with its noun, as in "1 rank" and "2 ranks"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
@@ -114,7 +114,7 @@ def check(loaded: LoadedConfig[Config], launch: Launch) -> Config:
 
 
 def _shard_degree(config: Config, world_size: int, reject: Rejections) -> int:
-    """Return the shard degree, where -1 is the ranks that remain. Reject degrees that do not fit the world size."""
+    """Return the shard degree; -1 becomes the ranks that remain. Reject degrees that do not fit the world size."""
     shard, product = config.parallelism.data_parallel_shard_degree, config.parallelism.ranks_per_shard
     names = {PIPELINE: "pipeline", REPLICATE: "replicate", CONTEXT: "context", TENSOR: "tensor"}
     degrees = {key: f"{name} {value_of(config, key)}" for key, name in names.items() if value_of(config, key) > 1}
@@ -131,7 +131,7 @@ def _shard_degree(config: Config, world_size: int, reject: Rejections) -> int:
 
 
 def resolve(config: Config, shard_degree: int, *, on_cuda: bool) -> Config:
-    """Fill in the shard degree, the batch size, the data types and what else depends on the launch."""
+    """Fill in the shard degree, the batch size, the data types and the other options that depend on the launch."""
     training, parallelism = config.training, config.parallelism
     automatic = "bfloat16" if on_cuda and training.dtype == "float32" else training.dtype
     param = _or_automatic(training.mixed_precision_param, automatic)
@@ -156,7 +156,7 @@ def resolve(config: Config, shard_degree: int, *, on_cuda: bool) -> Config:
 
 
 def _or_automatic(value: Any, automatic: Any) -> Any:
-    """Return the value of an option, or the one that stands for "auto" or -1."""
+    """Return the value of an option, or `automatic` if it is "auto" or -1."""
     return automatic if value in ("auto", -1) else value
 
 
@@ -170,7 +170,7 @@ def _reshard_after_forward(config: Config, shard_degree: int, param: str) -> str
     training, parallelism = config.training, config.parallelism
     if parallelism.fsdp_reshard_after_forward != "default":
         return parallelism.fsdp_reshard_after_forward
-    # On one shard, gathered weights are the weights, or their cast; but experts may be sharded.
+    # With one shard, the gathered weights are the weights themselves, or a cast of them; experts may still be sharded.
     one_shard = shard_degree * parallelism.context_parallel_degree == 1 and not training.enable_cpu_offload
     keeps = one_shard and (parallelism.expert_parallel_degree == 1 or param != training.dtype)
     return "never" if keeps or parallelism.pipeline_parallel_degree > 1 else "always"
@@ -185,9 +185,9 @@ def _attention_backend(config: Config, param: str, on_cuda: bool) -> str:
 
 
 def loss_chunks(tokens: int, vocabulary: float) -> int:
-    """Return into how many chunks the loss of some tokens is split so that a chunk's logits take at most 2 GiB in
-    float32: equal ones, which need one compilation, unless that takes twice as many. Smaller chunks save no more than
-    other peaks allow, and each adds to the head's gradient once more. `vocabulary` is a rank's share."""
+    """Return the number of chunks of the loss of some tokens, so that a chunk's logits take at most 2 GiB in float32.
+    Equal chunks need one compilation, and are chosen unless they are twice as many. Smaller chunks would not lower the
+    peak further, and each adds to the head's gradient once more. `vocabulary` is the size of a rank's shard."""
     least = math.ceil(tokens * vocabulary * 4 / 2**31)
     return next((n for n in range(least, 2 * least) if tokens % n == 0), least)
 
@@ -249,7 +249,7 @@ def _device_rules(config: Config, on_cuda: bool, reject: Rejections) -> None:
 
 
 def _float8_device_rules(config: Config, on_cuda: bool, needs_cuda: str, reject: Rejections) -> None:
-    """Reject float8 products that the launch's device, its compiler or the model's dtype has not."""
+    """Reject float8 products that the launch's device, its compiler or the model's dtype does not support."""
     param, emulated, options = config.training.mixed_precision_param, config.float8.emulate, config.compile
     if not emulated and not on_cuda:
         reject("float8.enable", f"{needs_cuda} float8.emulate = true, or this to false")

@@ -32,18 +32,18 @@ else:
 
 COMMAND_LINE = "command line"
 LARGEST_CONFIG = 2**20
-"""Bytes of a TOML file."""
+"""Bytes of a TOML file at most."""
 OWN_MESSAGE = "own message"
-"""Type of a pydantic error whose message says what was expected."""
+"""Type of the pydantic errors whose own message says what was expected."""
 DEEPEST = 32
 """Levels of a TOML file at most; a config has five."""
 FAR = 4096
-"""Upper bounds from here on are of what is possible at all."""
+"""An upper bound from here on is a technical limit, which messages need not name."""
 TYPES = {"boolean": "true or false", "integer": "an integer", "number": "a finite number", "string": "a string"}
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 """Words for the types and bounds of JSON Schema."""
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""What moves a cursor or starts a terminal's escape sequence, changes a text's direction, or is not UTF-8."""
+"""Characters that move a cursor, start a terminal's escape sequence or change a text's direction, or are not UTF-8."""
 _LONG_KEY = re.compile(rf"""(?<![\w-])(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){{{DEEPEST}}}""")
 
 
@@ -57,7 +57,7 @@ class Section(BaseModel):
     @classmethod
     def _no_odd_characters(cls, value: Any) -> Any:
         texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
-        # A run prints texts, and a terminal obeys control characters. Surrogates are bytes that are not UTF-8.
+        # A run prints texts, and a terminal obeys control characters. Surrogates stand for bytes that are not UTF-8.
         if any(re.search("[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", text) for text in texts):
             raise PydanticCustomError(OWN_MESSAGE, "expected UTF-8 text without control characters")
         return value
@@ -79,7 +79,7 @@ class ConfigError(Exception):
 
 
 def check_all(*checks: Callable[[], Any], problems: Sequence[str] = ()) -> None:
-    """Raise ConfigError with these problems and those of all checks, if there are any."""
+    """Run all checks, and raise ConfigError with these problems and those of the checks, if there are any."""
     problems = [*problems]
     for each in checks:
         try:
@@ -97,7 +97,7 @@ def print_problems(error: ConfigError) -> None:
 
 
 class Rejection(NamedTuple):
-    """A wrong value: its key, what was expected and what to do, and the keys that the rule reads."""
+    """A wrong value: its key, a message with what was expected and what to do, and the keys that the rule reads."""
 
     key: str
     message: str
@@ -148,8 +148,8 @@ def value_of(config: Section, key: str) -> Any:
 def load(kind: type[Options], argv: list[str], *, usage: str, rules: Rules) -> LoadedConfig:
     """Read one config (see `find_config`) and any number of `--section.key=value` into a Section of Sections.
 
-    A bare `--section.key` is true; a value may follow after a space. `rules` returns the problems between options, from
-    the options and the keys whose value is not the default. Raises ConfigError with every problem.
+    A bare `--section.key` is true; a value may follow after a space. `rules` gets the options and the keys whose value
+    is not the default, and returns the problems between options. Raises ConfigError with every problem.
     """
     argv = _with_values(kind, argv)
     names = [argument for argument in argv if not argument.startswith("-")]
@@ -178,7 +178,7 @@ def _may_be_bare(option: Any) -> bool:
 def load_values(
     kind: type[Options], values: dict[str, Any], file: str, arguments: list[str], *, rules: Rules
 ) -> LoadedConfig[Options]:
-    """Check the contents of a TOML file, or what stands for one, and overrides (see `load`)."""
+    """Check the `values` of a TOML file, or of another source, and the overrides in `arguments` (see `load`)."""
     origins = dict.fromkeys(_keys_in(kind, values), file)
     problems = _override(kind, _with_values(kind, arguments), values, origins)
     try:
@@ -231,8 +231,8 @@ def read_toml(file: str) -> dict[str, Any]:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Return the content of TOML. Raises ValueError or RecursionError if it is none, or deeper than any config is: the
-    time that tomllib takes grows with the square of a key's parts, and other code would recurse as deep."""
+    """Return the content of TOML. Raises ValueError or RecursionError if it is no TOML, or deeper than any config: the
+    time of tomllib grows with the square of the number of a key's parts, and other code would recurse as deep."""
 
     def depth(value: Any) -> int:
         inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -244,7 +244,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def _split(kind: type[Section], name: str) -> tuple[str, str]:
-    """Return the section of `section.key`, the innermost that exists, and the key."""
+    """Return the section of `section.key`, which is the innermost one that exists, and the key."""
     inner = [section for section in sections_of(kind) if name.startswith(f"{section}.")]
     section = max(inner, key=len, default=name.partition(".")[0])
     return section, name[len(section) + 1 :]
@@ -277,14 +277,14 @@ def _override(kind: type[Section], arguments: list[str], values: dict[str, Any],
             inner = values
             for part in section.split("."):
                 inner = inner.setdefault(part, {}) if isinstance(inner, dict) else None
-            if isinstance(inner, dict):  # else `section = something`, reported as such
+            if isinstance(inner, dict):  # a section that is no table is reported later
                 inner[key] = _parse(text, option) if equals else True
                 origins[f"{section}.{key}"] = COMMAND_LINE
     return problems
 
 
 def _parse(text: str, option: Any) -> Any:
-    """Return the value of an argument: of a string option the text, else a TOML value if it is one, else the text."""
+    """Return the value of an argument. For a string option it is the text; otherwise the TOML value, if it is one."""
     with contextlib.suppress(ValueError, RecursionError):
         parsed = parse_toml(f"value = {text}")
         value = parsed["value"]
@@ -296,8 +296,8 @@ def _parse(text: str, option: Any) -> Any:
 def _validate(
     kind: type[Options], values: dict[str, Any], file: str, origins: dict[str, str]
 ) -> tuple[Options, set[str], list[str]]:
-    """Return the options (defaults stand in for bad values), the bad keys, a line for each bad value. Nothing stands
-    in for an option that is derived from others, all of them right: then all keys are bad."""
+    """Return the options, with defaults in place of bad values, the bad keys, and a line for each bad value. If an
+    option derived from others is bad while all of these are right, no default helps, and all keys count as bad."""
     good, lines, bad_keys = copy.deepcopy(values), dict[Place, str](), set[str]()
     while True:
         try:
@@ -326,7 +326,7 @@ def _is_set(values: Any, place: Place) -> bool:
 
 def _place(kind: type[Section], loc: Place) -> tuple[Place, type[Section], Any]:
     """Return the part of an error's place that names a section, an option or an option of a table, without the items of
-    lists and branches of unions that pydantic appends; the section that has it; and its field, None if unknown."""
+    lists and branches of unions that pydantic appends. Also return its section, and its field, None if unknown."""
     inner: type[Section] | None = kind
     for number, name in enumerate(loc):
         if isinstance(name, str) and inner:
@@ -356,14 +356,14 @@ def _problem(kind: type[Section], place: Place, section: type[Section], field: A
 
 
 def table_of(option: Any) -> type[Section] | None:
-    """Return the Section that each table of an option is, if the option is an array of tables."""
+    """Return the Section that describes each table of an option, if the option is an array of tables."""
     items = get_args(option.annotation) if option and get_origin(option.annotation) is list else ()
     return next((item for item in items if isinstance(item, type) and issubclass(item, Section)), None)
 
 
 @functools.cache
 def sections_of(kind: type[Section]) -> dict[str, type[Section]]:
-    """Return the sections in a section by their names, those in sections too, as `model.moe`."""
+    """Return the sections in a section by their names; nested sections have names such as `model.moe`."""
     sections: dict[str, type[Section]] = {}
     for name, field in kind.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
@@ -381,7 +381,7 @@ def options_of(kind: type[Section]) -> dict[str, Any]:
 
 
 def _hint(kind: type[Section], section: str, key: str = "") -> str:
-    """Return a hint after an unknown section, or key: what is spelled alike or has this word, or the key elsewhere."""
+    """Return a hint for an unknown section or key: similar names, names with this word, or the key's other sections."""
     keys = [option.rpartition(".")[::2] for option in options_of(kind)]
     own = [name for other, name in keys if other == section]
     near = [] if key else difflib.get_close_matches(section, sections_of(kind), n=1, cutoff=0.7)
@@ -392,8 +392,8 @@ def _hint(kind: type[Section], section: str, key: str = "") -> str:
 
 
 def did_you_mean(value: Any, choices: Iterable[str]) -> str:
-    """Return a hint at the choice that is spelled most like a text, with its first letter and its digits (relu is no
-    misspelled gelu, and float16 no bfloat16), or else at those that begin with it; "" without one."""
+    """Return a hint at the choice with the spelling closest to a text, if first letter and digits agree (relu is no
+    misspelled gelu, and float16 no bfloat16), or else at the choices that begin with the text; "" if there is none."""
     text, parts = value.lower().replace("-", "_") if isinstance(value, str) else "", re.compile("^.|[0-9]")
     names = {choice.lower(): choice for choice in choices}
     alike = [name for name in names if parts.findall(name) == parts.findall(text)]
@@ -403,7 +403,7 @@ def did_you_mean(value: Any, choices: Iterable[str]) -> str:
 
 def printable(text: str, keep: str = "") -> str:
     """Return a text with its control characters as escapes, as in \\x1b, so that a terminal shows what was written.
-    Those in `keep` remain."""
+    The characters in `keep` remain."""
     return _CONTROLS.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text)
 
 
@@ -415,13 +415,13 @@ def show(value: Any) -> str:
         return value.isoformat()
     try:
         return printable(json.dumps(value, ensure_ascii=False, default=str))
-    except ValueError:  # Python writes no longer ones
+    except ValueError:  # Python writes no integer of more digits
         return "a number of more than 4300 digits"
 
 
 def expectation(option: Any, value: Any = None) -> str:
-    """Return what an option takes, in words: type, bounds and choices. An upper bound that no run comes near is named
-    only to a value above it."""
+    """Return the values that an option takes, in words: type, bounds and choices. An upper bound that no run comes near
+    is named only if the value is above it."""
     return _expectation(TypeAdapter(Annotated[option.annotation, option]).json_schema(), value)
 
 

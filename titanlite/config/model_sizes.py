@@ -6,13 +6,13 @@ from typing import Any
 from titanlite.config.loader import read_toml
 
 DIMENSIONS = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
-"""What the numbers of a model's `size` are."""
+"""The options that the numbers of a model's `size` set, in this order."""
 _TABLES = read_toml(str(Path(__file__).with_name("models.toml")))
 COMMON: dict[str, Any] = _TABLES["common"]
 
 
 def _over(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a table over those of another one, in the tables inside, too."""
+    """Return the values of `base`, overridden by `values`; tables inside them are merged in the same way."""
     inner = {key: _over(base.get(key, {}), value) for key, value in values.items() if isinstance(value, dict)}
     return {**base, **values, **inner}
 

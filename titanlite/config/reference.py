@@ -11,8 +11,8 @@ from titanlite.config.types import MAY_DIFFER
 
 
 def help_text(arguments: Sequence[str] = ()) -> str:
-    """Return the options for the terminal: of the sections that arguments name after --help, or else all. Raises
-    ConfigError for a misspelled section."""
+    """Return the options as text for the terminal: those of the sections that arguments name after --help, or all.
+    Raises ConfigError for a misspelled section."""
     names = arguments[next((i for i, text in enumerate(arguments) if text in ("-h", "--help")), 0) + 1 :]
     for name in names:
         if name not in sections_of(Config) and (hint := did_you_mean(name, sections_of(Config))):
@@ -54,8 +54,8 @@ def reference_markdown() -> str:
 
 
 def json_schema() -> str:
-    """Return the JSON Schema of a config: what docs/reference/config.schema.json has, and editors complete and check
-    options with. The rules between options are not in it."""
+    """Return the JSON Schema of a config, the content of docs/reference/config.schema.json, with which editors complete
+    and check options. It lacks the rules between options."""
     schema = {"$schema": "http://json-schema.org/draft-07/schema#", **Config.model_json_schema()}
     for kind in {*sections_of(Config).values(), *filter(None, map(table_of, options_of(Config).values()))}:
         section = schema["$defs"][kind.__name__]
@@ -70,14 +70,14 @@ def json_schema() -> str:
 
 
 def _tables(option: Any) -> list[str]:
-    """Return a text about each key of an option's tables, if it is an array of tables."""
+    """Return a text about each key of an option's tables, if the option is an array of tables."""
     table = table_of(option)
     fields = table.model_fields.items() if table else ()
     return [f"{name}: {expectation(field)}; default {default_of(field)}. {meaning_of(field)}" for name, field in fields]
 
 
 def _options_in(section: str) -> list[tuple[str, Any]]:
-    """Return the options of a section by their names in it."""
+    """Return the options of a section with their names in the section."""
     options = ((*key.rpartition(".")[::2], option) for key, option in options_of(Config).items())
     return [(name, option) for place, name, option in options if place == section]
 

@@ -1,4 +1,4 @@
-"""Opening regular files only: no pipes and devices, from which a read may never end, and none that are too large."""
+"""Opening regular files only, since a read from a pipe or a device may never end; reading at most a number of bytes."""
 
 import errno
 import os
@@ -13,13 +13,13 @@ def open_file(path: Path, buffering: int = -1, flags: int = 0) -> BinaryIO:
 
 
 def open_own(path: str, flags: int, mode: int = 0o666) -> int:
-    """Open a regular file that this process writes, as an opener of `open`. Raises OSError for anything else, at once,
-    also for a link, which would lead to a file of others."""
+    """Open a regular file that this process writes; this is an `opener` for `open`. Raises OSError at once for anything
+    else, and for a symbolic link, which could lead to someone else's file."""
     return _open(path, flags | os.O_NOFOLLOW, mode)
 
 
 def _open(path: Path | str, flags: int, mode: int = 0o666) -> int:
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)  # else opening a pipe waits for its writer
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)  # O_NONBLOCK: do not wait at a pipe
     kind = os.fstat(descriptor).st_mode
     if stat.S_ISREG(kind):
         return descriptor

@@ -1,6 +1,6 @@
-"""The rules between options: of all sections here, of some in rules_model.py, rules_data.py and rules_parallelism.py.
+"""The rules between options. The larger groups of them are in rules_model.py, rules_data.py and rules_parallelism.py.
 
-Those between a config and a launch are in launch.py, of old torch in torch_versions.py.
+Rules between a config and a launch are in launch.py, and rules for old versions of torch in torch_versions.py.
 `reject(key, message, *reads)` takes the key of the wrong value and the other keys that the rule reads.
 """
 
@@ -23,7 +23,7 @@ QK_CLIP, GATHER = "optimizer.qk_clip_threshold", "float8.enable_fsdp_float8_all_
 PRECOMPUTED = "float8.precompute_float8_dynamic_scale_for_fsdp"
 MAX_GROUPS = 1024
 MOST_INT8_TOKENS = (2**31 - 1) // 127**2
-"""Products of two 8-bit integers whose sum cannot overflow in 32 bits."""
+"""Number of products of two 8-bit integers whose sum cannot overflow in 32 bits."""
 
 
 class Dependent(NamedTuple):
@@ -34,7 +34,7 @@ class Dependent(NamedTuple):
     on: tuple[Any, ...] = ()
     """Values of the switch with which the options are read; empty: numbers above those of `off`."""
     off: tuple[Any, ...] = ()
-    """Values that, written out, turn the options off: then they may stay in the file."""
+    """Values of the switch that turn the options off if the user sets them: then the options may stay in the file."""
 
     def reads(self, value: Any) -> bool:
         """Return whether the options are read with this value of the switch."""
@@ -42,7 +42,7 @@ class Dependent(NamedTuple):
 
 
 def _keys(section: str, fields: Iterable[str], *others: str) -> list[str]:
-    """Return the keys of a section's options without the others."""
+    """Return the keys of some fields of a section, except `others`."""
     return [f"{section}.{name}" for name in fields if name not in others]
 
 
@@ -93,7 +93,7 @@ EXCLUSIVE: list[tuple[str, Any, str, str]] = [
     ("debug.fingerprint_freq", 0, GROUPS, f"fingerprints are those of one group; set 0, {ALONE}"),
     (PRECOMPUTED, False, GROUPS, f"the scales of weights that another group sends are not known; set false, {ALONE}"),
 ]
-"""An option, the only value that it may have while another option is on, that option, and the message."""
+"""An option, its only value while another option is on, that other option, and the message."""
 
 
 def between_options(config: Config, changed: set[str]) -> Rejections:
@@ -106,7 +106,7 @@ def between_options(config: Config, changed: set[str]) -> Rejections:
         rules(config, changed, reject)
     for rejection in reject:
         if any(key.startswith("model.") for key in rejection.reads):
-            rejection.reads.add("model.flavor")  # it sets every dimension that is not set otherwise
+            rejection.reads.add("model.flavor")  # the flavor sets every dimension that no option sets
     return reject
 
 
@@ -127,7 +127,7 @@ def _dependent_options(config: Config, changed: set[str], reject: Rejections) ->
 
 
 def _training_rules(config: Config, changed: set[str], reject: Rejections) -> None:
-    """Reject numbers of steps and data types that contradict others."""
+    """Reject numbers of steps and data types that contradict each other."""
     training, total_steps = config.training, config.lr_scheduler.total_steps
     if training.global_batch_size != -1 and training.global_batch_size % training.local_batch_size:
         message = f"expected a multiple of {keys.BATCH} = {training.local_batch_size}"
@@ -151,7 +151,7 @@ def _training_rules(config: Config, changed: set[str], reject: Rejections) -> No
 
 
 def _optimizer_rules(config: Config, changed: set[str], reject: Rejections) -> None:
-    """Reject options that contradict those of an optimizer that is not torch's own."""
+    """Reject options that contradict the options of an optimizer that is not torch's own."""
     training, optimizer = config.training, config.optimizer
     low_bit, offload = optimizer.state_dtype != "auto" or optimizer.stochastic_rounding, optimizer.enable_cpu_offload
     if optimizer.stochastic_rounding and training.dtype != "bfloat16":
@@ -183,7 +183,7 @@ def _muon_rules(config: Config, reject: Rejections) -> None:
 
 
 def _low_precision_rules(config: Config, changed: set[str], reject: Rejections) -> None:
-    """Reject options that contradict those of float8 or INT8, whose weight gradients sum tokens in 32 bits."""
+    """Reject options that contradict those of float8 or INT8. INT8's weight gradients sum over tokens in 32 bits."""
     float8, int8 = config.float8, config.int8
     if float8.enable and float8.enable_fsdp_float8_all_gather and float8.recipe != "tensorwise":
         part = "block" if float8.recipe == "mxfp8" else "row"
@@ -219,7 +219,7 @@ def _compile_rules(config: Config, changed: set[str], reject: Rejections) -> Non
 
 
 def _fault_tolerance_rules(config: Config, changed: set[str], reject: Rejections) -> None:
-    """Reject options that contradict those of replica groups, or that do not know of other groups."""
+    """Reject options that contradict those of replica groups, or that take no other groups into account."""
     section = config.fault_tolerance
     if not section.enable:
         return

@@ -9,7 +9,7 @@ from titanlite.config.schema import DATASET_OPTIONS, FILES, FORMAT_OPTIONS, Conf
 
 
 def dataset_rules(config: Config, changed: set[str], reject: Rejections) -> None:
-    """Reject options of datasets, of one or of each in a mixture, that miss or contradict others."""
+    """Reject options of a dataset, or of each dataset in a mixture, that need or contradict other options."""
     training, conversations = config.training, list[str]()
     sections = [f"{keys.MIXTURE}.{number}" for number in range(len(training.datasets))] or ["training"]
     for section in sections:
@@ -44,14 +44,14 @@ def dataset_rules(config: Config, changed: set[str], reject: Rejections) -> None
 
 
 def _require(key: str, switch: str, value: str, values: tuple[str, ...], reject: Rejections) -> None:
-    """Reject an option that is set and not read with the value of its switch."""
+    """Reject an option that is set although it is not read with this value of its switch."""
     if value not in values:
         message = f"read only when {switch} is {' or '.join(map(show, values))}; set that, or remove it"
         reject(key, message, switch, keys.MIXTURE)
 
 
 def _conversation_rules(config: Config, key: str, reject: Rejections) -> None:
-    """Reject options with which conversations cannot be trained on. `key` is the option that says that there are."""
+    """Reject options that do not work with conversations. `key` is the option that chooses conversations."""
     reason = f"conversations ({key} = {show(value_of(config, key))})"
     if config.training.packing != "best_fit":
         reject(keys.PACKING, f'{reason} are not continued in another sequence; set "best_fit"', key)
@@ -83,7 +83,7 @@ def _mixture_rules(training: Training, changed: set[str], reject: Rejections) ->
 
 
 def data_rules(config: Config, changed: set[str], reject: Rejections) -> None:
-    """Reject what streaming, validation and sampled texts cannot have."""
+    """Reject options that streaming, validation and sampled texts do not support."""
     validation, streaming = config.validation, config.training.streaming and not config.training.datasets
     own_split = all(each.dataset == "c4" for each in config.training.datasets or [config.training])
     has_split = bool(validation.dataset_path or validation.dataset_split or own_split)

@@ -1,4 +1,4 @@
-"""The rules about what other families than Llama have: other norms, activations and positions, and kinds of layers."""
+"""The rules about options of families other than Llama: norms, activations, positions, and kinds of layers."""
 
 from titanlite.config.keys import EXPERTS, LATENT, LAYERS, TENSOR
 from titanlite.config.loader import Rejections, show
@@ -11,7 +11,7 @@ FACTORS = ("rope_short_factors", "rope_long_factors")
 
 
 def family_rules(config: Config, changed: set[str], reject: Rejections) -> None:
-    """Reject options of families that contradict others, or that nothing reads."""
+    """Reject options of families that contradict other options, or that nothing reads."""
     model, tensor = config.model, config.parallelism.tensor_parallel_degree
     if model.qk_norm == "all_heads" and model.norm != "rms":
         message = f"all heads together have RMSNorm only, and model.norm = {show(model.norm)}; set true or false"
@@ -41,8 +41,8 @@ def family_rules(config: Config, changed: set[str], reject: Rejections) -> None:
 
 
 def _rotary_rules(model: Model, changed: set[str], reject: Rejections) -> None:
-    """Reject rotated channels that are no pairs, factors of longrope that are not one for each pair, and options of a
-    scaling that no layer has; a scaling by 1 that is written out turns them off."""
+    """Reject an odd number of rotated channels, factors of longrope whose number is not that of the pairs, and options
+    of a scaling that no layer has, unless a scaling by 1 is written out."""
     layers, reads = model.of_layers(), ("model.head_dim", ROTARY, LAYERS, LATENT)
     odd = [layer.rope_dim for layer in layers if layer.rope_dim % 2]
     if odd and not model.rope_width % 2:

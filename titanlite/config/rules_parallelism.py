@@ -48,7 +48,7 @@ def context_rules(config: Config, changed: set[str], reject: Rejections) -> None
 
 
 def split_backward_rules(config: Config, changed: set[str], reject: Rejections) -> None:
-    """Reject what a schedule that splits the backward cannot do."""
+    """Reject options that do not work with a schedule that splits the backward."""
     schedule, checkpointing = config.parallelism.pipeline_parallel_schedule, config.activation_checkpoint
     if config.parallelism.pipeline_parallel_degree == 1 or schedule not in SPLIT_BACKWARD:
         return

@@ -55,7 +55,7 @@ FORMAT_OPTIONS: dict[str, tuple[str, ...]] = {
 }
 """Options of DatasetOptions, and the values of dataset_format with which they are read."""
 QUANTIZED_STATES = {"float8": 256, "int8": 256, "int4": 128}
-"""Elements that share a float32 scale, by optimizer.state_dtype."""
+"""Number of elements that share a float32 scale, by optimizer.state_dtype."""
 
 
 class Job(Section):
@@ -68,8 +68,8 @@ class Job(Section):
 
 
 def identity_of(section: Section, later: Collection[str], exclude: set[str] = frozenset()) -> dict[str, Any]:
-    """Return the values of a section, as plain JSON. Options in `later`, which older checkpoints lack, are there if
-    they differ from their default."""
+    """Return the values of a section, as plain JSON. Options in `later`, which older checkpoints lack, are included
+    only if they differ from their default."""
     values, fields = section.model_dump(exclude=exclude), type(section).model_fields
     return {key: value for key, value in values.items() if key not in later or value != fields[key].default}
 
@@ -89,9 +89,9 @@ class Moe(Section):
     router_bias: bool = False
     """Bias of the router's logits (gpt-oss), a trained weight."""
     swiglu_limit: NotNegative = 0.0
-    """Experts are SwiGLU layers with bounded numbers (gpt-oss, arXiv:2508.10925): those that the activation gets, x,
-    are at most this, those that it is multiplied by, y, between this and its negative, and the product is
-    x sigmoid(swiglu_alpha x) (y + 1); 0: silu(x) y without bounds."""
+    """Bound on the numbers in the experts' SwiGLU layers (gpt-oss, arXiv:2508.10925): the activation's input x is at
+    most this, its factor y is between this and its negative, and the product is x sigmoid(swiglu_alpha x) (y + 1); 0:
+    silu(x) y without bounds."""
     swiglu_alpha: Positive = 1.702
     """Factor in the activation of experts with swiglu_limit."""
     n_shared_experts: CountOrZero = 0
@@ -100,7 +100,7 @@ class Moe(Section):
     n_first_dense_layers: CountOrZero = 0
     """Layers at the beginning that are dense."""
     every_n_layers: Count = 1
-    """Of the others, the layers that have experts: every n-th, counted from the first layer of the model."""
+    """Every n-th layer has experts, counted from the first layer of the model, except for the first dense layers."""
     score_function: Literal["softmax", "sigmoid"] = "softmax"
     """How the router's logits become scores. softmax: over all experts; sigmoid: each by itself (DeepSeek-V3,
     arXiv:2412.19437)."""
@@ -113,17 +113,17 @@ class Moe(Section):
     n_groups_per_token: Count = 1
     """Number of groups that a token's experts may be in."""
     group_score: Literal["top_2_sum", "max"] = "top_2_sum"
-    """By what groups are ranked. top_2_sum: the sum of their two best scores (DeepSeek-V3); max: their best score
+    """What ranks the groups. top_2_sum: the sum of their two best scores (DeepSeek-V3); max: their best score
     (DeepSeek-V2)."""
     balance_bias: bool = False
     """Balance the experts' load without a loss (arXiv:2408.15664): the router chooses by scores to which each expert's
     bias is added. The biases are saved in checkpoints."""
     balance_bias_rate: NotNegative = 0.001
-    """What an optimizer step adds to the bias of an expert with less than the mean load, or takes where it is more."""
+    """An optimizer step adds this to the bias of an expert with less than the mean load, and subtracts it with more."""
     balance_loss_weight: NotNegative = 0.0
     """Weight of the auxiliary loss of each layer with experts, E times the sum over the E experts of share of the load
-    times mean score, 1 if balanced (Switch Transformer, arXiv:2101.03961). Shares are those of the global batch of the
-    step before, mean scores those of this one."""
+    times mean score, 1 if balanced (Switch Transformer, arXiv:2101.03961). The shares are of the global batch of
+    the step before, the mean scores of this one."""
     z_loss_weight: NotNegative = 0.0
     """Weight of the router z-loss of each layer with experts (ST-MoE, arXiv:2202.08906): the mean over the global batch
     of the squared log-sum-exp of a token's logits."""
@@ -169,7 +169,7 @@ class Mla(Section):
 
 
 class LayerKind(Section):
-    """One kind of layer in model.layer_pattern. What it does not set is as in [model]."""
+    """One kind of layer in model.layer_pattern. Options that it does not set are as in [model]."""
 
     count: Annotated[int, Field(ge=1, le=MOST_LAYERS)] = 1
     """Layers of this kind in a row."""
@@ -189,7 +189,7 @@ def implied_head_dim(values: Any) -> int | None:
     """Return the head_dim that values of [model.mla] imply; None if there is no latent attention, or they are wrong."""
     try:
         mla = Mla.model_validate(values)
-    except ValidationError:  # reported by the section that has them
+    except ValidationError:  # the section itself reports them
         return None
     return mla.qk_head_dim if mla.kv_lora_rank else None
 
@@ -219,7 +219,7 @@ class Model(Section):
     """Size of the vocabulary in the embedding and the output head, unless it is set: the flavor's, or the tokenizer's
     if that is larger; from_hf: that of its weights, unless new_tokens adds to them."""
     new_tokens: Literal["none", "mean"] = "none"
-    """Rows of tokens that a Hugging Face folder with initial weights has none for, as those that were added for a chat.
+    """Initial rows of tokens for which a Hugging Face folder with initial weights has none, as tokens added for chat.
     mean: the mean of its rows, in the embedding and the output head."""
     norm_eps: Positive
     """Epsilon of the RMS norms."""
@@ -371,10 +371,10 @@ class Model(Section):
     @classmethod
     def _fill_from_flavor(cls, values: Any) -> Any:
         if not isinstance(values, dict):
-            return values  # reported as no section
+            return values  # pydantic reports it
         flavor, defaults = values.get("flavor", "debug"), SIZES["debug"]
         if flavor == "from_hf":
-            if defaults.keys() - values.keys():  # a resolved config has them all, and needs the folder no more
+            if defaults.keys() - values.keys():  # a resolved config has all values, and does not need the folder
                 from titanlite.config.hf.config_json import options_from_hf
 
                 defaults = options_from_hf(values.get("hf_assets_path", ""))
@@ -420,7 +420,7 @@ def layer_parameters(model: Model, layer: int) -> int:
 
 
 def norm_parameters(model: Model, channels: int) -> int:
-    """Return the number of parameters of norms of so many channels together."""
+    """Return the number of parameters of norms over this total number of channels."""
     return channels * (2 if model.norm == "layer" else 1)
 
 
@@ -433,7 +433,7 @@ def count_parameters(model: Model) -> int:
 
 
 class DatasetOptions(Section):
-    """What names a dataset, and how its documents are read."""
+    """The options that name a dataset, and that say how its documents are read."""
 
     dataset: Literal["pydoc_topics", "text", "json", "parquet", "c4", "hub"] = "pydoc_topics"
     """pydoc_topics: the 465 KB of English prose in every CPython; text, json (also JSON lines), parquet: files at
@@ -458,8 +458,8 @@ class DatasetOptions(Section):
     long_conversations: Literal["reject", "drop", "truncate"] = "reject"
     """What becomes of conversations of more than seq_len + 1 tokens. truncate: their beginning is kept."""
     special_tokens_in_text: Literal["ordinary", "special"] = "ordinary"
-    """What special tokens become that a text or a message spells out: ordinary text, or special, as in text that a chat
-    template has rendered before. BOS and EOS that such a text has are not added to it again."""
+    """Encoding of special tokens that a text or a message spells out: as ordinary text, or as special tokens, for text
+    that a chat template has already rendered. BOS and EOS are not added to such a text if it has them."""
     text_sample_by: Literal["document", "paragraph", "line"] = "document"
     """What one document of dataset = "text" is: a file, a paragraph or a line."""
 
@@ -468,9 +468,9 @@ class MixedDataset(DatasetOptions):
     """One dataset of a mixture."""
 
     name: str = ""
-    """Its name in metrics and checkpoints, made of letters, digits, "_", "-" and "."."""
+    """Name of the dataset in metrics and checkpoints, made of letters, digits, "_", "-" and "."."""
     weight: Union[Literal[-1], Positive] = -1
-    """Share of the sequences, relative to the others' weights. -1, in all: the number of its sequences or tokens."""
+    """Share of the sequences, relative to the others' weights. -1 in all: its own number of sequences or tokens."""
     tokens: Union[Literal[-1], Annotated[int, Field(ge=1, le=MOST_TOKENS)]] = -1
     """Token budget, instead of a weight: it is the share, and the dataset drops out once it is used up. -1: none."""
     epochs: Union[Literal[-1], Positive] = -1
@@ -482,7 +482,7 @@ class Training(DatasetOptions):
 
     datasets: list[MixedDataset] = Field(default=[])
     """A mixture of datasets instead of one, each in a table [[training.datasets]]. Their sequences are mixed in a fixed
-    order, by weights, token budgets or their size; the others share what a dataset that is used up leaves."""
+    order, by weights, token budgets or their size; when a dataset is used up, the others share its part."""
     change_mixture_on_resume: bool = False
     """A run that resumes may have another mixture than the checkpoint: other weights, budgets, limits or datasets. Each
     dataset, by its name, continues where it was."""
@@ -641,9 +641,9 @@ class Parallelism(Section):
     context_parallel_degree: Ranks = 1
     """Ranks that each sequence is split over."""
     context_parallel_ulysses_degree: Ranks = 1
-    """How many of these exchange sequence for heads by all-to-all (Ulysses); the others form a ring."""
+    """How many of these ranks exchange sequence for heads by all-to-all (Ulysses); the others form a ring."""
     expert_parallel_degree: Ranks = 1
-    """Ranks that the experts of a layer are partitioned over. They are no ranks of their own: this divides dp_shard x
+    """Ranks that the experts of a layer are partitioned over. They are not additional: the degree divides dp_shard x
     cp x tp, and each expert is sharded over the quotient."""
 
     @property
@@ -666,7 +666,7 @@ class Parallelism(Section):
 
     @property
     def ranks_per_shard(self) -> int:
-        """Product of all degrees but data_parallel_shard_degree, which may still be -1; it divides the world size."""
+        """Product of all degrees except data_parallel_shard_degree, which may be -1; it divides the world size."""
         model_parallel = self.pipeline_parallel_degree * self.context_parallel_degree * self.tensor_parallel_degree
         return self.data_parallel_replicate_degree * model_parallel
 
@@ -708,8 +708,8 @@ class ActivationCheckpoint(Section):
     """full: save only a block's inputs for backward and recompute the rest; selective: see selective_ac_option."""
     selective_ac_option: Union[Literal["op", "every_second_mm", "attention"], Count] = "op"
     """op: save the results of matrix products, attention and collectives, recompute the rest; every_second_mm: the
-    same, but of every second matrix product only; attention: save the results of attention, recompute the rest; N: full
-    activation checkpointing every N layers, none in between."""
+    same, except that every second matrix product is recomputed; attention: save the results of attention, recompute the
+    rest; N: full activation checkpointing every N layers, none in between."""
 
 
 class Compile(Section):
@@ -721,7 +721,7 @@ class Compile(Section):
     """inductor: generated kernels; aot_eager: traced, but run with torch's own kernels (fast to compile, for tests)."""
 
 
-SEEDED = "none"  # of checkpoint.initial_load_path: initial weights, by debug.seed
+SEEDED = "none"  # checkpoint.initial_load_path = "none": draw the weights from debug.seed
 
 
 class Checkpoint(Section):
@@ -767,8 +767,8 @@ class Validation(Section):
     freq: Count = 100
     """Steps between validations; the last step is always validated."""
     steps: Union[Literal[-1], Count] = 16
-    """Global batches that a validation reads at most: as many sequences as so many training steps, under every layout.
-    -1: the full validation split. The first lines of a run say how much is read."""
+    """Global batches that a validation reads at most: as many sequences as the same number of training steps reads. -1:
+    the full validation split. The first lines of a run say how much is read."""
     fraction: Fraction = 0.05
     """Fraction of documents in the validation split, if no split or path is set; training never reads them."""
     dataset_path: PathText = ""
@@ -799,23 +799,23 @@ class Comm(Section):
     """Seconds after which a rank without a sign of life, or without progress, ends the run, until the first step is
     done (startup, compilation, loading). Collectives have 15 s more."""
     train_timeout_seconds: Count = 100
-    """The same after that."""
+    """The same, after the first step is done."""
     trace_buf_size: CountOrZero = 20_000
     """Collectives that NCCL's flight recorder keeps and dumps after a timeout; 0 disables it."""
 
 
 class FaultTolerance(Section):
-    """Replica groups that may die. torchtitan 0.2.2 has the same names."""
+    """Replica groups that may fail. torchtitan 0.2.2 has the same names."""
 
     enable: bool = False
-    """Train in replica groups: launches of the same config, each with all of its ranks, that torchft connects. A step
-    is that of the groups that live. Needs titanlite[ft], and the lighthouse's address in TORCHFT_LIGHTHOUSE."""
+    """Train in replica groups: launches of the same config, each with all of its ranks, that torchft connects. The
+    groups in the quorum take each step. Needs titanlite[ft], and the lighthouse's address in TORCHFT_LIGHTHOUSE."""
     replica_id: CountOrZero = 0
     """Which group this launch is, from 0 to group_size - 1."""
     group_size: CountOrZero = 0
-    """Number of groups that the global batch is divided among, whether they live or not."""
+    """Number of groups that the global batch is divided among, whether they run or not."""
     min_replica_size: Count = 1
-    """Fewest living groups that may take a step. Fewer wait for others."""
+    """Fewest participating groups that may take a step. Fewer wait for others."""
     process_group_timeout_ms: Count = 10_000
     """Milliseconds after which a collective between groups has failed, and its step is taken again."""
 
@@ -956,7 +956,7 @@ def stage_modules(config: Config) -> list[list[str]]:
 
 
 def numerics(config: Config) -> list[Any]:
-    """Return the options that decide which weights a run trains, as plain JSON, without where files are."""
+    """Return the options that decide which weights a run trains, as plain JSON, without the paths of files."""
     sections = config.model_dump(include={"optimizer", "lr_scheduler", "parallelism", "float8", "int8"})
     training = config.training.model_dump(exclude={"cache_folder", "dataset_path", "gc_freq"})
     own = {"enable", "replica_id", "min_replica_size", "process_group_timeout_ms"}

@@ -24,7 +24,7 @@ def module_names(n_layers: int) -> list[str]:
 
 def split_into_stages(names: Sequence[str], costs: Sequence[float], n_stages: int) -> list[list[str]]:
     """Split modules into consecutive stages so that the most expensive stage is as cheap as possible. Of such splits
-    this is the most even one: its sum of the stages' squared costs is the smallest. `names` has the modules in order;
+    this is the most even one, with the smallest sum of the stages' squared costs. `names` has the modules in order;
     each stage gets at least one whose name begins with "layers.". `costs` has the cost of each module, in any unit.
     Raises ValueError if there are fewer layers than stages."""
     layers_before = list(accumulate((name.startswith("layers.") for name in names), initial=0))
@@ -35,7 +35,7 @@ def split_into_stages(names: Sequence[str], costs: Sequence[float], n_stages: in
     def best(combine: Callable[[float, float], float], limit: float) -> tuple[float, list[int]]:
         """Return the smallest total and the ends of its stages, none of which costs more than the limit. `combine`
         returns the total after a stage, from the total before it and the stage's cost."""
-        totals: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # by the number of modules so far
+        totals: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # key: the number of modules so far
         for _ in range(n_stages):
             longer: dict[int, tuple[float, list[int]]] = {}
             for end in range(1, len(names) + 1):

@@ -1,4 +1,4 @@
-"""The rules for old versions of torch. A rule can go when pyproject.toml requires a version that works."""
+"""The rules for old versions of torch. A rule can be deleted when pyproject.toml requires a version that works."""
 
 import importlib.metadata
 

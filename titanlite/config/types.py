@@ -1,4 +1,4 @@
-"""Types that recur among options. An error message reads the bounds back, so it always names the true range."""
+"""Types that several options share. Error messages read the bounds from the type, so they name the true range."""
 
 import os
 from typing import Annotated, Literal
@@ -24,8 +24,8 @@ MOST_ITEMS = 2**31 - 1
 MOST_TOKENS = 2**53
 """Most tokens or parameters: larger integers are not exact in float64, in which plans and metrics compute."""
 MOST_RANKS = 2**16
-"""Most ranks: four times as many as of the largest published run (arXiv:2407.21783). torch makes a tensor for every
-rank that a weight is sharded over, on each of them and in a plan."""
+"""Most ranks: four times as many as in the largest published run (arXiv:2407.21783). torch makes a tensor for every
+rank that a weight is sharded over, on each rank and in a plan."""
 MOST_LAYERS = 4096
 """Most layers, each of which every rank, and a plan, builds. Published models have at most 1,000 (arXiv:2203.00555)."""
 Count = Annotated[int, Field(ge=1, le=MOST_ITEMS)]
@@ -36,5 +36,5 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 MAY_DIFFER = "It may differ between nodes."
 NodePath = Annotated[str, AfterValidator(_path), MAY_DIFFER]
-"""A path, also with ~, that nodes may have under different names: the ranks compare what is read from it."""
+"""A path, which may begin with ~. It may differ between nodes: the ranks compare what is read from it."""
 Precision = Literal["auto", "bfloat16", "float32", "float64"]

@@ -1,7 +1,7 @@
 """Build the shards of a token cache that are missing or damaged.
 
-One run builds a cache, under a lock, and publishes each shard by renaming it; others wait for it. So a build that was
-killed continues where it was, by whoever starts next or waits, and a damaged shard is built again alone.
+One run builds a cache, under a lock, and publishes each shard by renaming it; others wait for it. If that run is
+killed, one that waits or starts later continues the build. Of a damaged cache, only damaged shards are built again.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from titanlite.launch.folder_lock import FolderInUse, FolderLock
 from titanlite.launch.progress import alive, progress
 
 MOST_SHOWN = 20
-"""Names of columns and keys that are not read, in a message."""
+"""Names of unread columns and keys that a message shows at most."""
 
 
 @dataclasses.dataclass
@@ -58,8 +58,8 @@ class CacheBuilder:
         process.at_exit.append(self._stop)
         try:
             for folder in (*reversed(self.folder.parents), self.folder):
-                folder.mkdir(mode=0o755, exist_ok=True)  # others may read it, and not write
-            token_shards.check_folder_trusted(self.folder)  # some file systems do not keep owners or permissions
+                folder.mkdir(mode=0o755, exist_ok=True)  # other users may read it, but not write
+            token_shards.check_folder_trusted(self.folder)  # some file systems ignore owners or permissions
             index = None
             while index is None:
                 self._wait_for_lock()
@@ -88,7 +88,7 @@ class CacheBuilder:
     def _build_missing(self) -> None:
         """Build the shards that are missing."""
         self.stopped.clear()
-        for left in self.folder.glob("*.tmp"):  # by a run that was killed
+        for left in self.folder.glob("*.tmp"):  # a killed run has left these
             left.unlink(missing_ok=True)
         missing = [number for number in range(len(self.segments)) if not self._find(number)]
         total = sum(segment.bytes for number in missing for segment in self.segments[number])
@@ -117,7 +117,7 @@ class CacheBuilder:
         self.lock.release()
 
     def _find(self, number: int) -> bool:
-        """Return whether a shard is there and has its size; remove what is damaged."""
+        """Return whether a shard exists and has the right size; remove it if it is damaged."""
         path = self.folder / shard_name(number)
         try:
             self.shards[number] = shard_builder.read_shard(path, self.dtype)
@@ -134,8 +134,8 @@ class CacheBuilder:
         return shard_builder.build_shard(*of_shard, self.tokenizer)
 
     def _build_shards(self, unclaimed: Iterator[int], builder: Any) -> None:
-        """Build shards until none is left of an iterator that all builders share. Raises FolderInUse if another run has
-        taken over the lock."""
+        """Build shards from an iterator that all builders share, until none is left. Raises FolderInUse if another run
+        has taken over the lock."""
         for number in unclaimed:
             if self.stopped.is_set():
                 return

@@ -11,15 +11,15 @@ from titanlite.config.regular_file import open_file
 from titanlite.data.files import Row, Segment, errors_of, files_of, place, read_rows, segment_of
 from titanlite.data.source import Source
 
-SAMPLE_BYTES, SAMPLES = 2**16, 16  # of a large file, for _content_hash
-SAMPLES_OF_ALL = 2**14  # of all files together
-MOST_UNREAD = 1000  # names of columns that are not read
+SAMPLE_BYTES, SAMPLES = 2**16, 16  # bytes of a sample, and samples of a file at most, in _content_hash
+SAMPLES_OF_ALL = 2**14  # samples of all files together, about
+MOST_UNREAD = 1000  # names of unread columns that are kept
 
 
 def open_dataset(source: Source) -> tuple[Iterable[Segment], str]:
     """Return the rows of a dataset that is tokenized before training, in their order, and a fingerprint, which changes
     whenever the documents or their order do. Raises ConfigError if there is no such file, dataset, split or column, or
-    the Hugging Face hub cannot be reached; for a file that cannot be read, when its segment is asked for."""
+    the Hugging Face hub cannot be reached. An unreadable file raises it only when its segment is asked for."""
     options = source.training
     segments: Iterable[Segment]
     if source.is_files:
@@ -54,10 +54,10 @@ def read_documents(
     document_of: Callable[[dict[str, Any]], Any] | None = None,
     unread: set[str] | None = None,
 ) -> Iterator[tuple[int, Any]]:
-    """Yield where the document after each document of a segment begins, and its text. `document_of` returns it, or
-    several, from a row's columns, or raises ValueError; None: it is the only column. `unread` gets the names of other
-    columns. Raises ConfigError, with the file and the row, for a row that has no text, and TrainingError if the dataset
-    cannot be read now, and perhaps can later."""
+    """Yield, for each document of a segment, where the next one begins, and the document's text. `document_of` returns
+    one text or several from a row's columns, or raises ValueError; None: the text is the only column. `unread` gets the
+    names of other columns. Raises ConfigError, with the file and the row, for a row without text, and TrainingError if
+    the dataset cannot be read now but perhaps later."""
     column = source.columns[0]
     if source.is_files:
         rows = read_rows(source.training, segment, source.columns)
@@ -76,7 +76,7 @@ def read_documents(
 
 
 def text_of(value: Any, column: str) -> str:
-    """Return a document's text, with half of a surrogate pair replaced. Raises ValueError if the value is no text."""
+    """Return a document's text, in which lone surrogates are replaced. Raises ValueError if the value is no text."""
     if not isinstance(value, str):
         what = "no text (null)" if value is None else f"a value of type {type(value).__name__}"
         raise ValueError(f"column {show(column)} holds {what} where a document's text is expected")
@@ -97,7 +97,7 @@ def _topics() -> list[str]:
 
 
 def _open_files(source: Source, *, with_times: bool) -> tuple[Iterator[Segment], str]:
-    """Return the segments of a dataset's files, which are opened only as they are asked for, and _content_hash."""
+    """Return the segments of a dataset's files, and the _content_hash. A file is opened when its segment is needed."""
     files = files_of(source)
     readable: Iterable[Path] = files
     if source.training.dataset == "parquet":

@@ -1,4 +1,4 @@
-"""Which files a folder stands for, and the rows of text, JSON and parquet files, read from any place on.
+"""The files that a folder stands for, and the rows of text, JSON and parquet files, read from any row on.
 
 A segment is a range of a file's rows. What `begin` and `end` count depends on the file:
 
@@ -32,7 +32,7 @@ from titanlite.files.durable import is_transient
 SUFFIXES = {"text": (".txt",), "json": (".json", ".jsonl"), "parquet": (".parquet",)}
 """Suffixes, in any case, of the files that are read from a folder, by dataset. Text and JSON may be compressed."""
 TOOLS = "tools"
-"""Column that a row with a conversation may have beside those that it must: the tools that the assistant may call."""
+"""Optional column of a row with a conversation: the tools that the assistant may call."""
 COMPRESSED = re.compile(r"\.(gz|bz2|xz|zst)$", re.IGNORECASE)
 SPLIT = re.compile(
     r"(?<![a-z])(?:(train)|(val|valid|validate|dev)|(test|eval|held.?out|hold.?out))"
@@ -41,9 +41,9 @@ SPLIT = re.compile(
 """Words in names by which people tell splits apart: 1 training, 2 validation, 3 test. The last one counts."""
 
 LARGEST_ROW = 2**26
-"""Bytes of a row, at most: it is in memory more than once while it is read."""
+"""Bytes of a row, at most: a row is in memory more than once while it is read."""
 BYTES_AT_A_TIME = 2**24
-"""Bytes of the rows of a table that are read together, about."""
+"""Approximate bytes of the rows of a table that are read together."""
 END = 2**62
 """`end` of a segment whose number of rows or bytes is not known."""
 BOM = b"\xef\xbb\xbf"
@@ -62,7 +62,7 @@ KINDS = {
     "UTF-16 (iconv -f UTF-16 -t UTF-8)": rb"\xff\xfe|\xfe\xff|([^\0]\0){8}|(\0[^\0]){8}",
     "zeros": rb"\0{16}",
 }
-"""What files are that are no text in UTF-8, by a regular expression for their beginning."""
+"""Kinds of files that are no text in UTF-8, each with a regular expression for the beginning of the file."""
 
 
 class Segment(NamedTuple):
@@ -72,27 +72,27 @@ class Segment(NamedTuple):
     begin: int
     end: int
     bytes: int
-    """About how much of the file it is, for progress and to partition a dataset evenly."""
+    """Approximate bytes of the file in this segment, for progress and to partition a dataset evenly."""
 
 
 class Row(NamedTuple):
-    """A row, and where it and the next one begin."""
+    """A row, and where this row and the next one begin."""
 
     begin: int
     end: int
     values: dict[str, Any]
-    """By column; text files have the column "text"."""
+    """Values by column; text files have the column "text"."""
     others: Collection[str] = ()
-    """Its columns that are not read."""
+    """Columns of the row that are not read."""
 
 
 class BadRowError(Exception):
-    """A row cannot be read: its beginning, and why."""
+    """A row cannot be read; the arguments are where it begins, and why."""
 
 
 def files_of(source: Source) -> list[Path]:
-    """Return the files that a path, folder or glob names, sorted so that every machine reads them in the same order.
-    Print which those of a folder or glob are, and what is left out. Raises ConfigError if there are none."""
+    """Return the files that a path, folder or glob names, sorted so that every machine reads them in the same order. Of
+    a folder or glob, print which files are read and which are left out. Raises ConfigError if there are none."""
     path = Path(os.path.expanduser(source.training.dataset_path))
     names, reasons, is_folder = {path.name: path}, dict[str, str](), path.is_dir()
     if is_folder or not path.exists():
@@ -118,7 +118,7 @@ def files_of(source: Source) -> list[Path]:
 
 
 def _left_out(source: Source, files: dict[str, Path], *, is_folder: bool) -> dict[str, str]:
-    """Return why some files of a folder, or of a glob, are left out, by their names in what they have in common."""
+    """Return the files of a folder or glob that are left out, and why, by their paths below the common folder."""
     suffixes, reasons, first = SUFFIXES[source.training.dataset], dict[str, str](), dict[str, str]()
     for name, file in files.items():
         unpacked = name if source.training.dataset == "parquet" else COMPRESSED.sub("", name)
@@ -148,7 +148,7 @@ def is_splittable(segment: Segment) -> bool:
 
 
 def _rows_are(training: Training, path: Path) -> str:
-    """Return what the rows of a file are: a key of _READERS, or of text training.text_sample_by."""
+    """Return the kind of rows of a file: a key of _READERS or, for a text file, training.text_sample_by."""
     if training.dataset == "json":
         with _open(path) as file:
             return "array" if file.read(2**10).removeprefix(BOM).lstrip()[:1] == b"[" else "json"
@@ -169,8 +169,8 @@ def segment_of(training: Training, path: Path) -> Segment:
 
 
 def read_rows(training: Training, segment: Segment, columns: Sequence[str]) -> Iterator[Row]:
-    """Yield the rows of a segment with some of their columns. Raises ConfigError, with the file and the row, for what
-    is no row or lacks a column, and TrainingError if the file cannot be read now, and perhaps can later."""
+    """Yield the rows of a segment with some of their columns. Raises ConfigError, with the file and the row, for a row
+    that is invalid or lacks a column, and TrainingError if the file cannot be read now but perhaps later."""
     path = Path(segment.file)
     with errors_of(path):
         try:
@@ -181,7 +181,7 @@ def read_rows(training: Training, segment: Segment, columns: Sequence[str]) -> I
 
 
 def place(training: Training, file: str, begin: int) -> str:
-    """Return the file, if there is one, and the number of the row or line, from 1 on, for messages."""
+    """Return the file, if there is one, and the number of the row or line, counted from 1, for messages."""
     if not file:
         return f"row {begin + 1:,}"
     if (rows := _rows_are(training, Path(file))) == "document":
@@ -193,7 +193,7 @@ def place(training: Training, file: str, begin: int) -> str:
 
 
 def _skip(file: BinaryIO, n: int) -> int:
-    """Read the first bytes of a file, and return how many line feeds they have."""
+    """Read the first `n` bytes of a file, and return the number of line feeds in them."""
     n_lines = 0
     while n and (chunk := file.read(min(n, 2**24))):
         n, n_lines = n - len(chunk), n_lines + chunk.count(b"\n")
@@ -202,12 +202,12 @@ def _skip(file: BinaryIO, n: int) -> int:
 
 @contextlib.contextmanager
 def errors_of(path: Path) -> Iterator[None]:
-    """Raise what reading a file raises with a message of one line."""
+    """Replace the errors of reading a file by errors with a message of one line."""
     try:
         yield
     except (ConfigError, TrainingError, BadRowError):
         raise
-    except Exception as error:  # every format raises its own
+    except Exception as error:  # every format raises its own errors
         reason = " ".join(str(error).split()) or type(error).__name__
         problem = f"{path}: cannot be read: {type(error).__name__}: {reason[:300]}"
         raise (TrainingError(problem) if is_transient(error) else ConfigError([problem])) from None
@@ -215,7 +215,7 @@ def errors_of(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _open(path: Path) -> Iterator[BinaryIO]:
-    """Open a file of text, unpacked if it is compressed. Raises ConfigError with what it is if that is no text."""
+    """Open a text file, and unpack it if it is compressed. Raises ConfigError with the file's kind if it is no text."""
     with open_file(path) as file, UNPACKED.get(_kind(file), contextlib.nullcontext)(file) as content:
         if kind := _kind(content):
             raise ConfigError([f"{path}: expected text in UTF-8, found {kind}"])
@@ -223,7 +223,7 @@ def _open(path: Path) -> Iterator[BinaryIO]:
 
 
 def _kind(file: Any) -> str:
-    """Return what a file at its beginning is, if that is known and no text in UTF-8."""
+    """Return the kind of a file, by its beginning, if it is one of the known kinds that are no UTF-8 text."""
     begin = file.peek(512)
     return next((kind for kind, pattern in KINDS.items() if re.match(pattern, begin, re.DOTALL)), "")
 
@@ -238,7 +238,7 @@ UNPACKED = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open, "zstd": _unpa
 
 
 def _select(training: Training, row: Any, begin: int, end: int, columns: Sequence[str]) -> Row:
-    """Return the row that is a JSON object, with some of its columns."""
+    """Return a JSON object as a row, with some of its columns."""
     if not isinstance(row, dict):
         raise BadRowError(begin, f"expected a JSON object, found a value of type {type(row).__name__}")
     if not row.keys() >= {*columns}:
@@ -248,12 +248,12 @@ def _select(training: Training, row: Any, begin: int, end: int, columns: Sequenc
 
 
 def columns_in(training: Training, columns: Sequence[str], names: Collection[str]) -> list[str]:
-    """Return the columns that are read of a row with these: some that it must have, and TOOLS of a conversation."""
+    """Return which of these columns of a row are read: `columns`, which it must have, and TOOLS of a conversation."""
     return [*columns, *({TOOLS}.intersection(names) - {*columns} if training.dataset_format != "text" else ())]
 
 
 def no_column(training: Training, names: Collection[str]) -> str:
-    """Return the message about a column that a dataset with these `names` lacks, or nothing if it lacks none."""
+    """Return the message about a column that a dataset with the columns `names` lacks; "" if it lacks none."""
     for option, column in columns_of(training).items():
         if column not in names:
             return f"no column {show(column)}; it has {', '.join(names) or 'none'} (training.{option})"
@@ -272,18 +272,18 @@ def _array_rows(training: Training, path: Path, segment: Segment, columns: Seque
 
 
 def rows_at_a_time(n_rows: int, n_bytes: int) -> int:
-    """Return how many of some rows are read together."""
+    """Return how many rows are read together, if `n_rows` rows have `n_bytes`."""
     return min(max(BYTES_AT_A_TIME * n_rows // max(n_bytes, 1), 1), 256)
 
 
 def _parquet(path: Path) -> Any:
     import pyarrow.parquet  # here, since a run on other data does not need it
 
-    return pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**20)  # not all of a row group at once
+    return pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**20)  # read a row group in parts
 
 
 def _parquet_rows(training: Training, path: Path, segment: Segment, columns: Sequence[str]) -> Iterator[Row]:
-    """Yield rows from the row groups that have any of the segment."""
+    """Yield the segment's rows from the row groups that contain them."""
     file = _parquet(path)
     names = file.schema_arrow.names
     if problem := no_column(training, names):
@@ -318,7 +318,7 @@ def _json_rows(training: Training, path: Path, segment: Segment, columns: Sequen
             if line.strip():
                 try:
                     row = json.loads(line.decode())
-                except ValueError as error:  # RecursionError, of hostile nesting, is none
+                except ValueError as error:  # a RecursionError (hostile nesting) is no ValueError
                     raise BadRowError(begin, f"no JSON: {error}") from None
                 except RecursionError:
                     raise BadRowError(begin, "JSON that is nested too deep") from None
@@ -353,7 +353,7 @@ def _lines(file: BinaryIO, segment: Segment) -> Iterator[tuple[int, int, bytes]]
     if begin:
         begin -= 1
         file.seek(begin) if file.seekable() else _skip(file, begin)
-        while chunk := file.readline(2**20):  # the rest of the line before, if it is not complete
+        while chunk := file.readline(2**20):  # skip the rest of a line that begins before
             begin += len(chunk)
             if chunk.endswith(b"\n"):
                 break
@@ -367,7 +367,7 @@ def _lines(file: BinaryIO, segment: Segment) -> Iterator[tuple[int, int, bytes]]
 
 def _paragraphs(file: BinaryIO, segment: Segment) -> Iterator[tuple[int, int, bytes]]:
     """Yield where each paragraph of a segment begins and ends, and its lines. Empty lines separate paragraphs."""
-    first = max(segment.begin - 2, 0)  # an empty line before the segment tells that a paragraph begins with it
+    first = max(segment.begin - 2, 0)  # after an empty line, a paragraph begins with the segment
     lines, after_empty = _lines(file, segment._replace(begin=first, end=END)), first == 0
     for is_empty, group in itertools.groupby(lines, key=lambda line: not line[2].rstrip(b"\r\n")):
         if after_empty and not is_empty:

@@ -19,27 +19,27 @@ from titanlite.config.regular_file import read_file
 from titanlite.data.tokenizer import BATCH, Tokenizer, restart_time_limit
 
 CHUNK = 2**18
-"""Characters of a text that are encoded at a time: the library takes some 200 bytes for each token until then."""
+"""Characters of a text that are encoded at a time: the library needs some 200 bytes per token of a text."""
 OVERLAP = 2**12
 """Characters that two chunks of a text share."""
 LARGEST_FILE = 2**27
-"""Bytes of a file of a tokenizer."""
+"""Bytes of a tokenizer's file at most."""
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
 FILES += ("chat_template.jinja",)
-"""The files of a folder that transformers reads, if they are there."""
+"""The files of a folder that transformers reads, if they exist."""
 _FROM_JSON = PlainValidator(lambda text: np.frombuffer(bytearray.fromhex(str(text)), np.uint32))
 Tokens = Annotated[np.ndarray, _FROM_JSON, PlainSerializer(lambda tokens: tokens.tobytes().hex())]
-"""Token ids, uint32, which are hexadecimal in a message of a worker."""
+"""Token ids, uint32; in a worker's messages they are hexadecimal."""
 
 
 def reason_of(error: BaseException) -> str:
-    """Return what an error says, in one line."""
+    """Return an error's message, in one line."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def load(path: Path) -> Any:
-    """Return transformers' tokenizer of a folder, of its tokenizer.json, or of another such file alone. No code of the
-    folder runs, and nothing is downloaded."""
+    """Return transformers' tokenizer of a folder, or of a tokenizer.json without a folder. No code of the folder runs,
+    and nothing is downloaded."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # here, since only a worker needs it
 
     restart_time_limit()
@@ -53,9 +53,9 @@ def load(path: Path) -> Any:
 
 
 def join(chunks: list[np.ndarray], shared: list[np.ndarray]) -> tuple[np.ndarray, list[int]]:
-    """Return the tokens of a text from those of its chunks, each of which begins with the text that the one before ends
-    with; `shared` has the tokens of these texts alone. They are joined where all three agree. Also return the numbers
-    of the chunks that do not agree with the one before."""
+    """Return the tokens of a text from the tokens of its chunks. Each chunk begins with the text at the end of the one
+    before; `shared` has the tokens of these common texts. Chunks are joined where all three agree. Also return the
+    numbers of the chunks that do not agree with the chunk before."""
     parts, failed, begin = [], [], 0
     for number, (one, other, both) in enumerate(zip(chunks, chunks[1:], shared, strict=False), 1):
         middle, near = len(both) // 2, min(len(both) // 4, 64)
@@ -68,10 +68,10 @@ def join(chunks: list[np.ndarray], shared: list[np.ndarray]) -> tuple[np.ndarray
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """Encodes text to the tokens of transformers' tokenizer, on all cores. What begins and ends a text is what that
-    adds. EOS is the one that it names, else one that well-known models use; without any it raises ConfigError. Special
-    tokens that a text spells out are ordinary text, so a text cannot end its own document, unless `special` asks for
-    them."""
+    """Encodes text to the tokens of transformers' tokenizer, on all cores. Its prefix and suffix are what transformers'
+    adds to a text. EOS is the token that it names, else one that well-known models use; without any it raises
+    ConfigError. Special tokens that a text spells out are encoded as ordinary text, so that a text cannot end its own
+    document, unless `special` is set."""
 
     KNOWN_EOS = ("<|end_of_text|>", "</s>", "<|endoftext|>", "<eos>", "<|im_end|>")
 
@@ -83,23 +83,23 @@ class HuggingFaceTokenizer(Tokenizer):
             self.loaded = load(path)
             restart_time_limit()
             self.tokenizer = self.loaded.backend_tokenizer
-            self.loaded("")  # raises an error if it is none of plain text
-            self.tokenizer.no_truncation()  # a tokenizer.json may ask for both, for other uses than training
+            self.loaded("")  # fails now if it cannot encode plain text
+            self.tokenizer.no_truncation()  # a tokenizer.json may ask for both, for uses other than training
             self.tokenizer.no_padding()
             ids, added = self.tokenizer.get_vocab(), self.tokenizer.get_added_tokens_decoder().values()
             special = [token.content for token in added if token.special and not self.loaded.split_special_tokens]
-            # Drawn anew, so that no text has them. The ends stay: a token may need to be a word of its own.
+            # The names are random, so that no text has them. The ends stay: a token may need to be a word of its own.
             self.names = {text: f"{text[0]}{secrets.token_hex(16)}{text[-1]}" for text in special}
             word = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).encode("a")
             around = self.tokenizer.post_process(word)  # a text of one token, and what is added to it
             at = around.special_tokens_mask.index(0)
             self.prefix, self.suffix = around.ids[:at], around.ids[at + 1 :]
             content = json.loads(self.tokenizer.to_str())
-        except BaseException as error:  # `tokenizers` raises bare Exception, and its Rust code what is no Exception
+        except BaseException as error:  # a panic in the Rust library is a BaseException, not an Exception
             from titanlite.config.hf.values import read_json_object  # here, since few files are wrong
 
             for file in [path / name for name in FILES if name.endswith(".json") and (path / name).is_file()]:
-                read_json_object(file, file.read_bytes())  # a line about this file if it is no JSON object
+                read_json_object(file, file.read_bytes())  # it raises if this file is no JSON object
             problem = f"model.hf_assets_path: {path} cannot be read as a tokenizer: {reason_of(error)}"
             raise ConfigError([problem]) from None
         known = [self.loaded.eos_token_id, *(ids.get(token) for token in self.KNOWN_EOS)]
@@ -113,7 +113,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @functools.cached_property
     def ordinary(self) -> Any:
-        """The same tokenizer with special tokens by their `names`: what a text spells out is none of them."""
+        """The same tokenizer, with special tokens renamed to `names`, so that a text cannot spell them out."""
         dump = functools.partial(json.dumps, ensure_ascii=False)
         named = {dump(text): dump(name) for text, name in self.names.items()}
         pattern = "|".join(map(re.escape, named)) or "(?!)"
@@ -125,7 +125,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode(self, texts: list[str], special: bool = False) -> list[np.ndarray]:
         """Return the token ids of each text, uint32, without what the tokenizer adds. A text of more than CHUNK
-        characters is encoded in chunks, joined where no token depends on them, so its tokens are those of the text."""
+        characters is encoded in chunks, which are joined where no token depends on the split."""
         tokens: list[Any] = [None] * len(texts)
         limits = [[*range(0, max(len(text) - OVERLAP, 1), CHUNK), len(text)] for text in texts]
         known: dict[tuple[int, int, int], np.ndarray] = {}
@@ -146,23 +146,23 @@ class HuggingFaceTokenizer(Tokenizer):
         return tokens
 
     def encode_chunks(self, chunks: list[str], special: bool) -> list[Tokens]:
-        """Return the token ids of each text, encoded together. Raises ConfigError for a text that cannot be."""
+        """Return the token ids of each text, encoded together. Raises ConfigError for a text that cannot be encoded."""
         encodings = self.encode_together(chunks, self.tokenizer if special else self.ordinary)
         # an array of the standard library: 3 times as fast as np.array of a list
         return [np.frombuffer(array("I", encoding.ids), np.uint32) for encoding in encodings]
 
     def encode_together(self, texts: list[str], tokenizer: Any, *, with_offsets: bool = False) -> list[Any]:
-        """Return the encodings of texts by one of the tokenizers. Raises ConfigError for a text that has none."""
+        """Return the encodings of texts by a tokenizer. Raises ConfigError for a text that cannot be encoded."""
         restart_time_limit()
         try:
             encode = tokenizer.encode_batch if with_offsets else tokenizer.encode_batch_fast
             return encode(texts, add_special_tokens=False)
-        except BaseException as error:  # a panic of Rust code is no Exception
+        except BaseException as error:  # a panic in the Rust library is no Exception
             for text in texts if len(texts) > 1 else []:
                 self.encode_together([text], tokenizer)
             problem = f"{self.file}: cannot encode the text {show(texts[0][:40])}: {reason_of(error)}"
             raise ConfigError([problem]) from None
 
     def decode(self, tokens: list[int]) -> str:
-        """Return the text of tokens. Special tokens, and tokens that the vocabulary lacks, have none."""
+        """Return the text of tokens. Special tokens, and tokens that the vocabulary lacks, have no text."""
         return self.tokenizer.decode(tokens, skip_special_tokens=True)

@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face hub, by its `datasets` library. One that needs more than a path has a case in `load`."""
+"""Datasets of the Hugging Face hub, read by its `datasets` library; `load` has the special cases."""
 
 import logging
 from collections.abc import Iterable, Iterator
@@ -26,12 +26,12 @@ def read(source: Source, items: Iterable[Any]) -> Iterator[Any]:
     """Yield the items. Raises TrainingError for any error: the dataset was found, and another start may succeed."""
     try:
         yield from items
-    except Exception as error:  # every format, the file system and the network raise their own
+    except Exception as error:  # formats, the file system and the network raise their own errors
         raise TrainingError(_problem(source, "cannot be read", error)) from None
 
 
 def _problem(source: Source, what: str, error: BaseException) -> str:
-    """Return the line that says what is wrong with a dataset, with the error that libraries have wrapped."""
+    """Return the line about what is wrong with a dataset. Of an error that libraries have wrapped, show the cause."""
     while error.__cause__ is not None:
         error = error.__cause__
     reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300] or type(error).__name__}"
@@ -45,16 +45,16 @@ def load(source: Source, *, streaming: bool) -> Any:
 
     options = source.training
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(logging.CRITICAL)  # it logs the errors that it also raises
+    datasets.logging.set_verbosity(logging.CRITICAL)  # it would also log the errors that it raises
     path, name, split = options.dataset_path, options.dataset_config or None, options.dataset_split
     if options.dataset == "c4":
         path, name = "allenai/c4", "en"
     try:
         dataset = datasets.load_dataset(path=path, name=name, split=split, streaming=streaming)
-        names = dataset.column_names or list(next(iter(dataset)))  # some formats know them from the first item
+        names = dataset.column_names or list(next(iter(dataset)))  # some formats get the names from an item
     except StopIteration:
         raise ConfigError([f"{source}: has no documents"]) from None
-    except Exception as error:  # the hub, the file system and every format raise their own
+    except Exception as error:  # the hub, the file system and formats raise their own errors
         raise ConfigError([_problem(source, "cannot be loaded", error)]) from None
     if problem := no_column(options, names):
         raise ConfigError([f"{source}: {problem}"])

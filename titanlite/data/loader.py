@@ -29,11 +29,11 @@ class Batch(NamedTuple):
     positions: Tensor
     """Position of each token in its sequence or, with a document mask, in its document."""
     document_positions: Tensor | None = None
-    """With a document mask: positions in documents of all tokens of this rank's attention, [B, T / ring ranks]; always
-    in host memory, where the sizes of attention's calls are computed from them."""
+    """With a document mask: the position in its document of each token that this rank's attention has, [B, T / ring
+    ranks]. They stay in host memory, where the sizes of attention's calls are computed from them."""
 
     def inputs(self) -> dict[str, Any]:
-        """Return what every pipeline stage takes by name: all but the tokens, which only the first one gets."""
+        """Return the arguments of every pipeline stage: all fields except the tokens, which only the first one gets."""
         documents = {} if self.document_positions is None else {"documents": Documents(self.document_positions)}
         return {"positions": self.positions, "targets": self.targets, **documents}
 
@@ -53,7 +53,7 @@ class SequenceShard(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What a rank reads: the sequences rank, rank + degree, ..., and of each the tokens of `shard`."""
+    """The data that a rank reads: the sequences rank, rank + degree, ..., and of each the tokens of `shard`."""
 
     rank: int
     degree: int
@@ -72,8 +72,8 @@ def collate(sequences: Iterable[Sequence], shard: SequenceShard, *, document_mas
 
 
 def count(sequences: Iterable[Sequence]) -> np.ndarray:
-    """Return how many positions some sequences have, how many of them are masked and how many padding, and how many
-    sequences end within a document: int64 [4]."""
+    """Return the number of positions in some sequences, of masked ones, of padding, and of sequences that end within a
+    document: int64 [4]."""
     targets = np.stack([sequence.targets for sequence in sequences])
     masks = targets == IGNORED, targets == PADDING, targets[:, -1] >= 0
     return np.array([targets.size, *map(np.sum, masks)])
@@ -109,7 +109,7 @@ class Loader:
         self.position, self._again = parse_part(state, "data.next_sequence", Int63), list[Batch]()
         counts = parse_part(state, "data.counts", tuple[Int63, Int63, Int63, Int63] | None)
         self.counts = np.array(counts or [self.position * self.training.seq_len, 0, 0, 0])
-        """What `count` returns for all sequences of all ranks and steps."""
+        """The result of `count` for all sequences so far, of all ranks."""
         reader = sequences.read(self.position + self.share.rank, self.share.degree)
         self._ready = queue.Queue[Any](maxsize=PREFETCH_STEPS)  # items are what `next` needs, or an exception
         self._closed = False
@@ -139,7 +139,7 @@ class Loader:
             return batches
         item = self._ready.get()
         if isinstance(item, Exception):
-            self._ready.put(item)  # for the next call
+            self._ready.put(item)  # the next call raises it again
             raise item
         batches, shard_states, self.step_counts = item
         self.position += self.training.global_batch_size
@@ -148,11 +148,11 @@ class Loader:
         return batches
 
     def add(self, step_counts: list[float]) -> None:
-        """Add the sums over all ranks of `step_counts`, once the step is taken."""
+        """Add `step_counts`, summed over all ranks, once the step is taken."""
         self.counts += np.rint(step_counts).astype(np.int64)
 
     def take_back(self, batches: list[Batch]) -> None:
-        """Have `next` return the batches that it returned last once more."""
+        """Have `next` return once more the batches that it returned last."""
         self._again, self.position = batches, self.position - self.training.global_batch_size
 
     def close(self) -> None:
@@ -170,8 +170,8 @@ class Loader:
 
 
 def n_validation_batches(sequences: SplitSequences, training: Training, validation: Validation, share: Share) -> int:
-    """Return how many batches each rank reads in a validation: of the full split, or of validation.steps global batches
-    if that is less. Which sequences these are does not depend on the layout."""
+    """Return how many batches each rank reads in a validation: those of the full split, or of validation.steps global
+    batches if these are fewer. The layout does not change which sequences are read."""
     cap = sequences.n_sequences if validation.steps == -1 else validation.steps * training.global_batch_size
     return -(-min(sequences.n_sequences, cap) // (share.degree * training.local_batch_size))
 

@@ -17,7 +17,7 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.loss import IGNORED
 
 PADDING = IGNORED - 1
-"""Target of an input that is no token of a document; a batch has IGNORED there."""
+"""Target of a padding input, which is no token of a document; a batch has IGNORED there."""
 
 
 class Sequence(NamedTuple):
@@ -46,7 +46,7 @@ class Mixture(Sequences, Protocol):
     identity: str
 
     def check(self, loader_state: dict[str, Any] | None, n: int) -> None:
-        """Raise ConfigError if a state is none of this mixture, or `n` more sequences are not there."""
+        """Raise ConfigError if a state is of another mixture, or fewer than `n` sequences are left."""
 
     def resumed(self, loader_state: dict[str, Any] | None) -> "Mixture":
         """Return the mixture to read from a state on. Raises ConfigError if its own part of the state is damaged."""
@@ -61,7 +61,7 @@ class SplitSequences(Protocol):
     n_sequences: int
 
     def __getitem__(self, index: int) -> Sequence:
-        """Return the sequence with this index; past the end, one of padding only, so that all ranks can take the same
+        """Return the sequence with this index; past the end, a sequence of padding, so that all ranks can take the same
         number of batches."""
 
 
@@ -71,7 +71,7 @@ def split_sequence(tokens: np.ndarray, tokenizer: Tokenizer) -> Sequence:
     inputs, targets = tokens[:-1].astype(np.int64), tokens[1:].astype(np.int64)
     ends = inputs == tokenizer.eos
     if tokenizer.bos is not None:
-        ends &= targets == tokenizer.bos  # some tokenizers use one token for both: as BOS it ends no document
+        ends &= targets == tokenizer.bos  # some tokenizers have one token for both; BOS ends no document
     targets[ends] = IGNORED
     return Sequence(inputs, targets, positions_in_documents(ends))
 
@@ -132,7 +132,7 @@ class ValidationSequences:
         return f"{self.n_sequences:,} packed sequences"
 
     def __getitem__(self, index: int) -> Sequence:
-        """Return a sequence, or one of padding past the end, which continues the last document."""
+        """Return a sequence; past the end, a sequence of padding, which continues the last document."""
         start = index * self.seq_len
         sequence = split_sequence(self.tokens[start : start + self.seq_len + 1], self.tokenizer)
         n_padded = self.seq_len - len(sequence.inputs)

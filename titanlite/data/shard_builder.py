@@ -26,31 +26,31 @@ from titanlite.data.tokenizer import BATCH, Rows, Tokenizer, encode_documents, r
 from titanlite.files.durable import checksum, sync
 
 N_SEARCHED = 100
-"""Documents that are searched for special tokens."""
+"""Number of documents that are searched for special tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheOptions:
-    """What the shards of a token cache are made of."""
+    """The inputs of the shards of a token cache."""
 
     source: Source
     validation_fraction: float
     template: str
-    """What makes documents of rows, by `name_of`; empty: documents are plain text."""
+    """Name, by `name_of`, of the class that makes documents of rows; empty: documents are plain text."""
     rows: Rows | None = None
-    """Of a model that has fewer than the tokenizer has ids."""
+    """The rows of a model that has fewer rows than the tokenizer has ids."""
 
 
 def spelled(tokenizer: Tokenizer, texts: list[str]) -> set[str]:
-    """Return what a report says of special tokens that texts spell out."""
+    """Return words for the report about special tokens that texts spell out."""
     found = [name for name in getattr(tokenizer, "names", ()) if any(name in text[:BATCH] for text in texts)]
     return {f"special token {name} (ordinary text by training.special_tokens_in_text)" for name in found}
 
 
 def is_validation_document(shard: int, document: int, fraction: float) -> bool:
-    """Return whether a document of a shard, counted from 0, belongs to the validation split: a fraction of the
+    """Return whether a document of a shard, counted from 0, belongs to the validation split. This is a fraction of the
     documents, evenly spaced over the shard, and the same for every seed and number of ranks. Shards begin at different
-    phases, so that shards of few documents have the fraction together."""
+    phases, so that many shards of few documents have the right fraction in total."""
     phase = shard * 0.6180339887498949 % 1  # the golden ratio: any number of shards spread evenly
     return int(phase + (document + 1) * fraction) > int(phase + document * fraction)
 
@@ -65,9 +65,9 @@ def build_shard(
     tokenizer: Tokenizer,
     at: Callable[[str, int], None] = lambda file, begin: None,
 ) -> Shard:
-    """Tokenize segments into a new file. `report` is called with the bytes of the dataset's files and the tokens since
-    the last call, and the names of columns and of keys of messages that were not read; `at` with the place that is read
-    next. Raises ConfigError or TrainingError for what cannot be read."""
+    """Tokenize segments into a new file. `report` is called with the number of bytes read and of tokens since the last
+    call, and the names of columns and of keys of messages that were not read. `at` is called with the place that is
+    read next. Raises ConfigError or TrainingError for rows that cannot be read."""
     unread, special = set[str](), options.source.training.special_tokens_in_text == "special"
     encode: Callable[[list[Any]], list[np.ndarray]] = functools.partial(encode_documents, tokenizer, special=special)
     document_of: Callable[[dict[str, Any]], list[str]] | None = None
@@ -79,7 +79,7 @@ def build_shard(
         document_of = functools.partial(template.document, options.source.training, unread=unread)
 
     def encoded() -> Iterator[tuple[list[str], list[np.ndarray], int]]:
-        """Yield texts, their tokens, and the bytes read. The library's threads always have a batch to encode."""
+        """Yield texts, their tokens, and the bytes read. The library's threads always have another batch to encode."""
         batches = _batches(options.source, segments, document_of, unread, at)
         submitted = ((texts, pool.submit(encode, texts), *others) for texts, *others in batches)
         running = collections.deque(itertools.islice(submitted, 2))
@@ -103,8 +103,8 @@ def build_shard(
                 document += not getattr(text, "is_beginning", False)
             report(n_bytes, sum(map(len, tokens)), sorted(unread))
 
-    # Not in a generator: the garbage collector may close one in any thread, and a thread that is just starting would
-    # wait for itself (Python 3.11).
+    # The pool is not in a generator: the garbage collector may close a generator in any thread, and a thread that is
+    # just starting would wait for itself (Python 3.11).
     with ThreadPoolExecutor(2) as pool:
         return write_shard(path, dtype, documents())
 
@@ -112,7 +112,7 @@ def build_shard(
 def _batches(
     source: Source, segments: list[Segment], document_of: Any, unread: set[str], at: Any
 ) -> Iterator[tuple[list[str], int, tuple[str, int]]]:
-    """Yield texts of BATCH characters or more together, about how many bytes of files they are, and their place."""
+    """Yield batches of texts with BATCH characters or more, their approximate bytes in the files, and their place."""
     texts, size, n_bytes, first = list[str](), 0, 0.0, ("", 0)
     for segment in segments:
         position = segment.begin
@@ -193,8 +193,8 @@ def write_shard(path: Path, dtype: DType, documents: Iterable[tuple[Split, np.nd
 
 
 def read_shard(path: Path, dtype: DType) -> Shard:
-    """Return what a shard's file says that it holds. Raises FileNotFoundError if there is none, ConfigError if it is
-    not to be trusted or is of another dataset, and DamagedShardError for any other that is no shard of that type."""
+    """Return the description of a shard from its file. Raises FileNotFoundError if there is no file, ConfigError if it
+    is not to be trusted or is of another dataset, and DamagedShardError if it is not a shard of this data type."""
     token_shards.regular_file(path)
     with open_file(path) as file:
         header = file.read(HEADER)

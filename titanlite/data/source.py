@@ -8,7 +8,7 @@ from titanlite.config.schema import FILES, FORMAT_OPTIONS, Training
 
 
 def columns_of(training: Training) -> dict[str, str]:
-    """Return the columns that a document is made of, by the options that name them."""
+    """Return the columns that a document is made of; the keys are the options that name them."""
     options = [name for name, formats in FORMAT_OPTIONS.items() if training.dataset_format in formats]
     return {name: getattr(training, name) for name in options if name.endswith("_key")}
 

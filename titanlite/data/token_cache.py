@@ -23,14 +23,14 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.launch.progress import mark, progress
 
 SHARD_BYTES = 2**27
-"""Bytes of the files that become one shard: more if a larger file cannot be split, and less at the end."""
+"""Bytes of the files that become one shard: more for a larger file that cannot be split, less in the last shard."""
 
 VERIFIED_AT_START = 2**30
-"""Bytes of a cache that is verified when it is opened, in less than a second; a larger one is when it is read."""
+"""Largest cache, in bytes, that is verified in full when it is opened; of a larger one, each block when it is read."""
 
 
 def segments_of_shards(segments: Iterable[Segment]) -> list[list[Segment]]:
-    """Partition the rows of a dataset, in their order, into the segments of each shard: SHARD_BYTES together, about."""
+    """Partition the rows of a dataset, in their order, into the segments of shards of about SHARD_BYTES each."""
     shards: list[list[Segment]] = [[]]
     size = 0
     for segment in itertools.chain.from_iterable(map(_split, segments)):
@@ -43,7 +43,7 @@ def segments_of_shards(segments: Iterable[Segment]) -> list[list[Segment]]:
 
 
 def _split(segment: Segment) -> list[Segment]:
-    """Return a segment, divided into segments of at most SHARD_BYTES if that can be done."""
+    """Return the segments of at most SHARD_BYTES that a segment is divided into, if it can be divided."""
     n_rows, size = segment.end - segment.begin, segment.bytes
     n = max(min(-(-size // SHARD_BYTES), n_rows), 1) if is_splittable(segment) else 1
     limits = [(segment.begin + n_rows * i // n, size * i // n) for i in range(n + 1)]
@@ -71,7 +71,7 @@ def open_cache(
     rows = tokenizer.rows if tokenizer.rows and tokenizer.vocab_size > tokenizer.rows.n else None
 
     def find() -> str:
-        """Return the name of the cache's folder, and find the segments of the dataset."""
+        """Find the segments of the dataset, and return the name of the cache's folder."""
         nonlocal segments
         segments, fingerprint = open_dataset(source)
         if template:
@@ -83,7 +83,7 @@ def open_cache(
     option = f"training.cache_folder = {show(cache_folder)}"
     folder = Path(os.path.expanduser(cache_folder)) / _of_builder(find, builds_cache)
     dtype = token_shards.dtype_for(tokenizer.vocab_size, has_targets=template is not None)
-    mark("the token cache", limited=builds_cache)  # its builder reports progress, and the others wait
+    mark("the token cache", limited=builds_cache)  # the builder reports progress; the other ranks wait
     if not builds_cache:
         cache = TokenCache(folder, _wait(folder, dtype))
     elif (cache := _complete_cache(folder, dtype, option, verifies=verifies)) is None:
@@ -105,7 +105,7 @@ def open_cache(
 
 
 def template_of(training: Training) -> Any:
-    """Return what makes documents of a dataset's rows; None: they are text."""
+    """Return the class that makes documents of a dataset's rows; None: documents are text."""
     if training.dataset_format == "text":
         return None
     from titanlite.techniques.data.chat_template import ChatTemplate  # here, since text needs none
@@ -114,7 +114,7 @@ def template_of(training: Training) -> Any:
 
 
 def _of_builder(find: Callable[[], str], builds_cache: bool) -> str:
-    """Return what `find` returns on the rank of this node that builds the cache, and raise what it raises there."""
+    """Return or raise what `find` returns or raises on the rank of this node that builds the cache."""
     found: list[Any] = [""]
     if builds_cache:
         try:
@@ -135,15 +135,15 @@ def _wait(folder: Path, dtype: DType) -> Index:
     """Wait until the rank that builds the token cache has built it."""
     reports = dist.get_node_local_rank(fallback_rank=1) == 1  # one of the waiting ranks
     with progress("waiting until another rank has built the token cache", enabled=reports):
-        while True:  # no collective: tokenizing may take longer than its timeout
+        while True:  # a collective would time out while others tokenize
             with contextlib.suppress(FileNotFoundError, DamagedShardError):
                 return token_shards.read_index(folder, dtype)
             time.sleep(0.2)
 
 
 def _complete_cache(folder: Path, dtype: DType, option: str, *, verifies: bool) -> TokenCache | None:
-    """Return a cache whose shards are all there, with their sizes and, of a small one or with `verifies`, their
-    checksums. Else remove what is wrong, and return None."""
+    """Return the cache if all shards exist with the right sizes; of a small cache, or with `verifies`, with the right
+    checksums, too. Otherwise remove the wrong files, and return None."""
     try:
         cache = TokenCache(folder, token_shards.read_index(folder, dtype), is_builder=True)
         cache.check_sizes()

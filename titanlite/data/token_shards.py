@@ -1,6 +1,6 @@
 """The files of a token cache, and how tokens are read from them.
 
-    tokens.json          what each shard holds, by number
+    tokens.json          the description of each shard, by number
     00000.safetensors    a shard: the tokens of some of the dataset's documents, in their order
 
 A shard is a safetensors file (https://github.com/huggingface/safetensors) with the tensors
@@ -9,7 +9,7 @@ A shard is a safetensors file (https://github.com/huggingface/safetensors) with 
     train_documents, validation_documents     uint32: the number of tokens of each document
     checksums                                 uint64: XXH3 of each CHECKSUM_BLOCK bytes of the tensors before
 
-A block's checksum is verified when a process reads the block first. So a cache of any size is opened at once, and
+A block's checksum is verified when a process first reads the block. So a cache of any size is opened at once, and
 damage is found before it is trained on.
 """
 
@@ -39,7 +39,7 @@ FORMAT = 6  # part of a cache's name; raised when the names, the content or the 
 INDEX = "tokens.json"
 HEADER, CHECKSUM_BLOCK = 4096, 2**16  # bytes
 LARGEST_INDEX = 2**28  # bytes
-OPEN_FILES = 64  # of a process, for a token cache and for a packing
+OPEN_FILES = 64  # files that a token cache, or a packing, keeps open in a process
 UNKNOWN_USER = 65534
 """Owner of root's files in a container that does not map root (user_namespaces(7))."""
 
@@ -49,24 +49,24 @@ _Record = TypeVar("_Record", bound="RecordWithChecksum")
 
 
 class DamagedShardError(Exception):
-    """A file of a token cache is not what it should be; the message says how."""
+    """A file of a token cache is damaged; the message says how."""
 
 
 class Shard(Record):
-    """What a shard holds."""
+    """The description of a shard."""
 
     dataset: Annotated[str, Field(max_length=256)]
-    """The name of the token cache's folder, which is a hash of what the tokens were made of."""
+    """The name of the token cache's folder, which is a hash of the tokens' sources."""
     train_tokens: Int63
     validation_tokens: Int63
     train_documents: Int63
     validation_documents: Int63
     text_bytes: Int63
-    """Of UTF-8, in both splits."""
+    """Bytes of the text in UTF-8, in both splits."""
     train_xxh3_64: Checksum
-    """Of the tokens of the training split."""
+    """The checksum of the tokens of the training split."""
     checksums_xxh3_64: Checksum
-    """Of the checksums of the blocks."""
+    """The checksum of the checksums of the blocks."""
 
     def tensors(self, dtype: DType) -> safetensors.Tensors:
         """Return the tensors of the file."""
@@ -92,7 +92,7 @@ class RecordWithChecksum(Record):
     """The content of a JSON file that has a checksum of itself."""
 
     xxh3_64: Checksum = "0" * 16
-    """Of the rest of this file."""
+    """The checksum of the rest of this file."""
 
     def checksum(self) -> str:
         """Return what xxh3_64 must be."""
@@ -111,7 +111,7 @@ class Index(RecordWithChecksum):
 
 
 def dtype_for(vocab_size: int, *, has_targets: bool = False) -> DType:
-    """Return the data type that tokens are stored in; `has_targets`: with a bit for those that are not trained on."""
+    """Return the data type that tokens are stored in; `has_targets`: with a bit that marks tokens not trained on."""
     return "uint16" if vocab_size <= 2 ** (15 if has_targets else 16) else "uint32"
 
 
@@ -125,8 +125,8 @@ def shard_name(number: int) -> str:
 
 
 def check_trusted(path: Path) -> os.stat_result:
-    """Return the status of a file or folder that belongs to this user or root, and that nobody else may write: whoever
-    can write it chooses what is trained on. Raises ConfigError for any other, FileNotFoundError if there is none."""
+    """Return the status of a file or folder. Raises ConfigError unless it belongs to this user or root and nobody else
+    may write it, since whoever can write it chooses what is trained on; FileNotFoundError if it does not exist."""
     status = path.lstat()
     if status.st_uid not in (os.geteuid(), 0):
         try:
@@ -143,8 +143,8 @@ def check_trusted(path: Path) -> os.stat_result:
 
 
 def check_folder_trusted(folder: Path) -> os.stat_result:
-    """Return the status of a folder as check_trusted does, and check the folders that it is in: whoever can write one
-    could put another in its place, except those with the sticky bit, as /tmp, where only an entry's owner may."""
+    """Return the status of a folder as check_trusted does, and check its parent folders, too: whoever can write one
+    could replace the folder. In a parent with the sticky bit, as /tmp, only an entry's owner can do so."""
     for parent in {*folder.absolute().parents, *folder.resolve().parents}:
         status = parent.lstat()
         others = stat.S_IWOTH if _is_own_group(status.st_gid) else stat.S_IWOTH | stat.S_IWGRP
@@ -167,14 +167,14 @@ def _is_own_group(number: int) -> bool:
 
 
 def check_dataset(path: Path, shards: list[Shard]) -> None:
-    """Raise ConfigError if shards, which a file describes, are not of the dataset that its folder is named after."""
+    """Raise ConfigError if the shards that a file describes are not of the dataset that its folder is named after."""
     if any(shard.dataset != path.parent.name for shard in shards):
         problem = f"{path}: is of another dataset, whose folder was renamed to this one; remove the folder"
         raise ConfigError([f"{problem} to have it built again"])
 
 
 def regular_file(path: Path) -> int:
-    """Return the bytes of a regular file to be trusted. Raises FileNotFoundError or DamagedShardError for any other."""
+    """Return the size of a trusted regular file. Raises FileNotFoundError if there is none, else DamagedShardError."""
     status = check_trusted(path)
     if not stat.S_ISREG(status.st_mode):
         raise DamagedShardError(f"{path.name} is not a regular file")
@@ -192,8 +192,8 @@ def check_size(path: Path, expected: int) -> None:
 
 
 def read_record(file: Path, kind: type[_Record]) -> _Record:
-    """Return the record that a file has. Raises FileNotFoundError if there is no such file, ConfigError if it or its
-    folder is not to be trusted, and DamagedShardError if it is no such record, or its checksum differs."""
+    """Return the record in a file. Raises FileNotFoundError if there is no such file, ConfigError if the file or its
+    folder is not to be trusted, and DamagedShardError if the content is no such record, or its checksum differs."""
     if not stat.S_ISDIR(check_folder_trusted(file.parent).st_mode):
         raise DamagedShardError("it is not a folder")
     size = regular_file(file)
@@ -240,7 +240,7 @@ class TokenCache:
 
     def read(self, number: int, tensor: str, begin: int, end: int) -> np.ndarray:
         """Return a slice of a tensor of a shard, up to the tensor's end. Raises TrainingError if the shard is damaged,
-        and removes it, so that the next start builds it again; or if it cannot be read now."""
+        and removes it, so that the next start builds it again; also if the shard cannot be read now."""
         dtype = np.dtype("uint32" if tensor.endswith("_documents") else self.index.dtype).newbyteorder("<")
         first, last = self._places[number][tensor]
         first, last = first + begin * dtype.itemsize, min(first + end * dtype.itemsize, last)
@@ -309,7 +309,7 @@ class TokenCache:
 
 
 class Tokens:
-    """The tokens of a split as one flat array, of which slices are read when they are asked for."""
+    """The tokens of a split as one flat array, whose slices are read when they are asked for."""
 
     def __init__(self, cache: TokenCache, split: Split):
         self.cache, self.split = cache, split

@@ -1,4 +1,4 @@
-"""Tokenizers, from text to token ids and back: what each has, and the one that a run on bytes has."""
+"""Tokenizers, from text to token ids and back: their common interface, and the tokenizer of bytes."""
 
 import contextlib
 import signal
@@ -12,7 +12,7 @@ from titanlite.config.loader import ConfigError, show
 BATCH = 2**20
 """Characters of all texts that are encoded at a time."""
 SECONDS = 10
-"""Processor time of a batch, or of a conversation, where it is limited."""
+"""Limit on the processor time of a batch, or of a conversation, in a worker."""
 
 
 def restart_time_limit() -> None:
@@ -22,11 +22,11 @@ def restart_time_limit() -> None:
 
 
 class Rows(NamedTuple):
-    """How many rows the embedding of a model has: its tokens are the ids below."""
+    """The number of rows in a model's embedding: the model's tokens are the ids below it."""
 
     n: int
     option: str
-    """What has the number, for messages, as in "model.vocab_size = 320"."""
+    """The source of the number, for messages, as in "model.vocab_size = 320"."""
     advice: str
 
     def require(self, text: str, tokens: np.ndarray | list[int]) -> None:
@@ -40,11 +40,11 @@ class Tokenizer(Protocol):
     """Makes token ids of text."""
 
     rows: Rows | None = None
-    """Of the model that the tokens are for. The tokenizer may have more ids, which texts must not have then."""
+    """The rows of the model that the tokens are for. If the tokenizer has more ids, no text may have one of these."""
     prefix: list[int]
-    """What begins each text, such as BOS."""
+    """The tokens that begin each text, such as BOS."""
     suffix: list[int]
-    """What ends each text, beside the EOS of documents."""
+    """The tokens that end each text, beside the EOS of documents."""
     eos: int
     vocab_size: int
     identity: str
@@ -56,11 +56,11 @@ class Tokenizer(Protocol):
         return next(iter(self.prefix), None)
 
     def encode(self, texts: list[str], special: bool = False) -> list[np.ndarray]:
-        """Return the token ids of each text, uint32, without prefix and suffix. With `special`, special tokens that a
-        text spells out are such, and ordinary text without."""
+        """Return the token ids of each text, uint32, without prefix and suffix. Special tokens that a text spells out
+        are encoded as special tokens with `special`, and as ordinary text without."""
 
     def decode(self, tokens: list[int]) -> str:
-        """Return the text of tokens. Special tokens have none."""
+        """Return the text of tokens. Special tokens have no text."""
 
     def fit(self, rows: Rows) -> "Tokenizer":
         """Return this tokenizer for a model. Raises ConfigError if the model lacks a row for BOS or EOS."""
@@ -75,7 +75,7 @@ class Tokenizer(Protocol):
 
     @contextlib.contextmanager
     def workers(self, n_shards: int) -> Iterator[list[Any]]:
-        """Yield the processes that build shards of a token cache with this tokenizer; none: this one builds them."""
+        """Yield the processes that build shards of a token cache with this tokenizer; []: this process builds them."""
         yield []
 
 
@@ -96,8 +96,8 @@ class ByteTokenizer(Tokenizer):
 
 
 def encode_documents(tokenizer: Tokenizer, texts: list[str], special: bool = False) -> list[np.ndarray]:
-    """Return the token ids of each document, uint32: what the tokenizer adds around a text, and EOS; of `special` texts
-    what they do not have."""
+    """Return the token ids of each document, uint32, with the tokenizer's prefix and suffix, and EOS. `special` texts
+    only get those of these tokens that they do not have already."""
     begin, end = tokenizer.prefix, tokenizer.suffix
     end = end if end[-1:] == [tokenizer.eos] else [*end, tokenizer.eos]
     documents = []
@@ -109,8 +109,8 @@ def encode_documents(tokenizer: Tokenizer, texts: list[str], special: bool = Fal
 
 
 def encode_prompts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    """Return the tokens of each prompt, with what the tokenizer adds around a text. Raises ConfigError for a prompt
-    without tokens, or with one that the model lacks."""
+    """Return the tokens of each prompt, with the tokens that the tokenizer adds to a text. Raises ConfigError for a
+    prompt without tokens, or with a token that the model lacks."""
     prompts = [[*tokenizer.prefix, *tokens.tolist(), *tokenizer.suffix] for tokens in tokenizer.encode(texts)]
     for text, prompt in zip(texts, prompts, strict=True):
         if not prompt:

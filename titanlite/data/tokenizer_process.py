@@ -1,4 +1,4 @@
-"""A Hugging Face tokenizer, and the tokenization of shards by it, in processes of their own (worker.py)."""
+"""A Hugging Face tokenizer in a process of its own, and processes that tokenize shards with it (worker.py)."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ class ShardWorker(Worker):
         options: CacheOptions,
         report: Callable[[int, int, list[str]], None],
     ) -> Shard:
-        """Build a shard there, as shard_builder.build_shard does."""
+        """Build a shard in that process, as shard_builder.build_shard does."""
         at = "", 0
 
         def received(kind: str, *content: Any) -> None:

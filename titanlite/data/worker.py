@@ -1,9 +1,9 @@
-"""A process with limits of memory and time, for what the files of a tokenizer, a chat template, a row and the footer of
-a parquet file may ask for. worker_process.py is what runs there; it ends with its parent, when stdin does.
+"""A process with limits of memory and time that handles untrusted data: a tokenizer's files, chat templates, rows, and
+footers of parquet files. It runs worker_process.py, and ends when its parent closes stdin or ends.
 
-A message is a line: a name and JSON. A call names a function of titanlite; the types of its arguments and its result
-are those of its annotations, and are checked. So a file that takes the process over can have it answer with wrong
-tokens, and not with code.
+A message is a line: a name and JSON. A call names a function of titanlite. Its arguments and its result are checked
+against the function's annotations. So a file that takes the process over can make it answer with wrong tokens, but not
+with code.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ from titanlite.data.tokenizer import SECONDS
 MEMORY = 7 * 2**28
 """Bytes of data in a worker's memory, and of a message, at most."""
 THREADS = 4
-"""Cores for each worker. Reading and unpacking take one thread of it."""
+"""Cores for each worker. Reading and unpacking take one of its threads."""
 MESSAGES: dict[str, TypeAdapter[Any]] = {
     "error": TypeAdapter(tuple[bool, list[str]]),  # whether it is a ConfigError, and its lines
-    "report": TypeAdapter(tuple[int, int, list[str]]),  # bytes and tokens since the last one, and what is not read
+    "report": TypeAdapter(tuple[int, int, list[str]]),  # bytes and tokens since the last one; unread names
     "at": TypeAdapter(tuple[str, int]),  # the file and the row that is read next
 }
-"""What a worker sends besides a result."""
+"""The messages that a worker sends besides a result, and the types of their content."""
 
 
 def name_of(target: Any) -> str:
@@ -44,7 +44,7 @@ def name_of(target: Any) -> str:
 def named(name: str) -> Any:
     """Return the function or class of titanlite that has a name. Raises ValueError for any other."""
     target = pkgutil.resolve_name(name) if name.startswith("titanlite.") else None
-    if target is None or name_of(target) != name:  # a module also has the names that it imports
+    if target is None or name_of(target) != name:  # a module also contains what it imports
         raise ValueError(f"{name} is no function of titanlite")
     return target
 
@@ -73,19 +73,19 @@ def read(pipe: BinaryIO) -> tuple[str, bytes]:
 
 
 class Worker:
-    """Calls functions on a tokenizer, that of bytes by default, in a process of its own, which ends when this one
-    does."""
+    """Calls functions on a tokenizer, by default the tokenizer of bytes, in a process of its own, which ends when this
+    process does."""
 
     def __init__(self, hf_assets_path: str = ""):
         environment = dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS"), str(THREADS))
-        environment |= {"TOKENIZERS_PARALLELISM": "true", "ARROW_DEFAULT_MEMORY_POOL": "system"}  # no large arenas
+        environment |= {"TOKENIZERS_PARALLELISM": "true", "ARROW_DEFAULT_MEMORY_POOL": "system"}  # avoids large arenas
         self.path, self._lock = hf_assets_path, threading.Lock()
         self.process: Any = subprocess.Popen(
             [sys.executable, "-m", "titanlite.data.worker_process", hf_assets_path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **environment},
-            start_new_session=True,  # a signal to all processes of a launch asks its ranks to stop, and no worker
+            start_new_session=True,  # a signal to all processes of a launch must not reach it
         )
 
     def call(
@@ -96,9 +96,9 @@ class Worker:
         received: Callable[..., None] = lambda *content: None,
         subject: str = "",
     ) -> Any:
-        """Return what a function does there. Raises what it raises, and ConfigError if it exceeds the limits or
-        crashes: `subject`, by default the tokenizer's files, with the reason and `where`. `received` is called with
-        what it sends meanwhile."""
+        """Return what a function returns in that process. Raises what it raises, and ConfigError if it exceeds the
+        limits or crashes; the message has `subject` (by default the tokenizer's files), the reason and `where`.
+        `received` is called with each message that comes before the result."""
         types, result = types_of(function)
         content, problem = types.dump_json(arguments), ""
         with self._lock:
@@ -113,7 +113,7 @@ class Worker:
                         raise ConfigError(content[1]) if content[0] else TrainingError(*content[1])
                     received(kind, *content)
             except (BrokenPipeError, EOFError):
-                pass  # it has ended
+                pass  # the process has ended
             except (ValueError, KeyError):
                 problem = "makes a process send what is no answer"
         self.process.kill()

@@ -1,5 +1,5 @@
-"""What runs in a process with limits of memory and time: python -m titanlite.data.worker_process HF_ASSETS_PATH, which
-Worker starts."""
+"""The program of a process with limits of memory and time: python -m titanlite.data.worker_process HF_ASSETS_PATH.
+Worker starts it."""
 
 import contextlib
 import os
@@ -20,10 +20,10 @@ from titanlite.data.worker import MEMORY, Worker, named, read, send, types_of, w
 
 
 def read_footer(_: Any, file: Path) -> None:
-    """Read all of a parquet file's footer, of which pyarrow reads parts only when they are asked for."""
+    """Read all of a parquet file's footer, since pyarrow reads its parts only when they are asked for."""
     import pyarrow.parquet  # here, since few workers need it
 
-    with contextlib.suppress(Exception):  # whoever reads the file meets it too
+    with contextlib.suppress(Exception):  # the reader of the file will raise it, too
         metadata = pyarrow.parquet.ParquetFile(file).metadata
         for group in range(metadata.num_row_groups):
             restart_time_limit()
@@ -32,8 +32,8 @@ def read_footer(_: Any, file: Path) -> None:
 
 
 def readable_footers(files: Iterable[Path]) -> Iterator[Path]:
-    """Yield the parquet files whose footers can be read, or raise an exception. They are read in another process, since
-    at some damaged ones pyarrow ends its process. Raises ConfigError for these."""
+    """Yield the parquet files whose footers pyarrow can read or raises an exception for. They are read in another
+    process, since some damaged footers crash pyarrow's process. Raises ConfigError for these."""
     with contextlib.closing(Worker()) as worker:
         for file in files:
             worker.call(read_footer, file, subject=f"{file}: reading its footer")
@@ -45,7 +45,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     sys.__stdout__, sys.stdout = os.fdopen(os.dup(1), "w"), os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
-    for descriptor in (1, 2):  # the library's Rust code prints there, and what it says is no answer
+    for descriptor in (1, 2):  # the library's Rust code prints there: that is no answer
         os.dup2(sys.stdout.fileno(), descriptor)
     sys.modules["torch"] = None  # type: ignore[assignment]  # transformers would import it, and no tokenizer needs it
     path, tokenizer, calls = sys.argv[1], None, queue.SimpleQueue[Any]()
@@ -54,7 +54,7 @@ def main() -> None:
         with contextlib.suppress(EOFError, ValueError):
             while True:
                 calls.put(read(sys.stdin.buffer))
-        os._exit(1)  # the parent has ended, or what is on stdin is no call
+        os._exit(1)  # the parent has ended, or stdin has something else than a call
 
     threading.Thread(target=receive, daemon=True).start()
     while True:
@@ -70,7 +70,7 @@ def main() -> None:
             send("error", (True, error.problems))
         except (TrainingError, OSError) as error:
             send("error", (False, [str(error)]))
-        except BaseException as error:  # a panic of Rust code is no Exception
+        except BaseException as error:  # a panic in the Rust library is no Exception
             problem = f"{path}: its tokenizer.json or chat template cannot be used: {reason_of(error)}"
             send("error", (True, [problem]))
 

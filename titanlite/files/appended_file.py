@@ -1,4 +1,4 @@
-"""Files that a run appends to, and that may not stop it: on a full disk training continues."""
+"""Files that a run appends to. An error of such a file does not stop the run: on a full disk, training continues."""
 
 import errno
 import os
@@ -14,25 +14,25 @@ def report(what: str, error: OSError, consequence: str) -> None:
 
 
 class AppendedFile:
-    """Appends records to a file. What cannot be written is kept in memory, and tried again with the next record. One
-    line is printed when that begins, and one when it ends."""
+    """Appends records to a file. Records that cannot be written are kept in memory, and tried again with the next one.
+    One line is printed when that begins, and one when it ends."""
 
     def __init__(self, path: Path):
         self.path, self._pending, self._failed, self._place = path, b"", False, os.path.realpath(path.parent)
-        self._size: int | None = None  # of the file before a write that failed, in bytes
+        self._size: int | None = None  # bytes of the file before a write that failed
 
     def append(self, record: bytes) -> None:
         """Write a record, after those that could not be written before."""
         self._pending += record
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            if os.path.realpath(self.path.parent) != self._place:  # a link to a folder of others
+            if os.path.realpath(self.path.parent) != self._place:  # the folder was replaced by a link
                 raise OSError(errno.ELOOP, "its folder is another one since the run has begun")
             with open(self.path, "ab", buffering=0, opener=open_own) as file:
                 size = file.seek(0, os.SEEK_END)
                 if self._size is None:
                     self._size = size
-                elif size > self._size:  # part of a record was written; what comes after it would be unreadable
+                elif size > self._size:  # part of a record was written; records after it would be unreadable
                     file.truncate(self._size)
                 rest = memoryview(self._pending)
                 while rest:

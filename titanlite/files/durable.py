@@ -1,4 +1,4 @@
-"""Files that must survive a crash, JSON records of which nothing is believed before it is checked, and checksums."""
+"""Files that must survive a crash, JSON records that are checked before they are trusted, and checksums."""
 
 import errno
 import json
@@ -16,7 +16,7 @@ from titanlite.config.loader import ConfigError, printable
 from titanlite.config.regular_file import open_own
 
 Int63 = Annotated[int, Field(ge=0, le=2**63 - 1)]
-"""A count, a size or an index that a record has: what the 63 bits of a positive int64 hold."""
+"""A count, a size or an index in a record: an integer from 0 to the largest int64."""
 Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 
 
@@ -30,7 +30,7 @@ _Record = TypeVar("_Record", bound=BaseModel)
 
 
 def parse(record: type[_Record], content: dict[str, Any], what: str) -> _Record:
-    """Return the record with a JSON object's content. Raises ConfigError with its first problem; `what` names it."""
+    """Return a JSON object's content as a record. Raises ConfigError with the first problem; `what` names it."""
     try:
         return record.model_validate_json(json.dumps(content))
     except ValidationError as error:
@@ -53,7 +53,7 @@ def first_problem(error: ValidationError, *around: str) -> str:
 
 
 def checksum(data: bytes | memoryview) -> str:
-    """Return the 64-bit XXH3 hash of bytes, in hexadecimal. It finds damage, but not what an attacker made."""
+    """Return the 64-bit XXH3 hash of bytes, in hexadecimal. It finds damage, but not an attacker's changes."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
@@ -70,7 +70,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def cannot_read(what: str, error: OSError) -> Exception:
-    """Return what to raise for a file that cannot be read: a TrainingError if that may pass, else a ConfigError."""
+    """Return the error for a file that cannot be read: a TrainingError if the cause may pass, else a ConfigError."""
     problem = f"{what}: cannot be read: {error.strerror or error}"
     return TrainingError(problem) if is_transient(error) else ConfigError([problem])
 
@@ -91,7 +91,7 @@ def sync_folder(path: Path) -> None:
 
 
 def write_synced(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Write a file, and wait until it is on the disk. A new one has this mode, but for the umask."""
+    """Write a file, and wait until it is on the disk. A new file has this mode, less the umask."""
     with open(path, "wb", opener=lambda name, flags: open_own(name, flags, mode)) as file:
         file.write(data)
         sync(file)
@@ -101,8 +101,8 @@ def replace_file(path: Path, data: bytes, *, by_one: bool = True) -> None:
     """Replace a file as a whole: after a crash, or on a full disk, it has the old content or the new. Raises OSError,
     and leaves the old content, if the new cannot be written.
 
-    `by_one`: only one process may do so at a time, and what it has left when it was killed is overwritten. Else several
-    may, and only this user may write the file that they leave.
+    `by_one`: only one process may do so at a time, and a temporary file that it left when it was killed is overwritten.
+    Otherwise several processes may, and only this user may write the file that results.
     """
     replacement = path.with_name(f"{path.name}.tmp" if by_one else f"{path.name}.{secrets.token_hex(8)}.tmp")
     try:

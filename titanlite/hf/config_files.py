@@ -1,5 +1,5 @@
-"""config.json and generation_config.json of an exported folder. Where the run started from a released model, all that
-the model's own files say stays, but for what the run changed and what describes the files themselves."""
+"""config.json and generation_config.json of an exported folder. If the run started from a released model, the values of
+its files are kept, except for what the run changed and what describes the files themselves."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ def model_of(folder: Path) -> Model:
     file, weights = folder / "config.json", folder.glob("*.safetensors")
     sizes = [each.stat().st_size for each in weights if each.is_file()]
     model = load_values({"model": model_options(folder), "training": {"seq_len": 1}}, str(file), []).config.model
-    if sizes and (n_parameters := count_parameters(model)) > max(2 * sum(sizes), 2**28):  # of 4 bits or more
+    if sizes and (n_parameters := count_parameters(model)) > max(2 * sum(sizes), 2**28):  # at least 4 bits per weight
         problem = f"has {n_parameters} parameters, and the *.safetensors beside it {sum(sizes)} bytes"
         raise ConfigError([f"{file}: its model {problem}; expected the config.json of these weights"])
     return model
@@ -27,7 +27,7 @@ def config_files(
     options: Model, source: Path | None, *, torch_dtype: str, max_seq_len: int, bos: int | None, eos: int | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the contents of config.json and generation_config.json of a model whose run started from the released one
-    in the folder `source`, if any. Its ids of BOS and EOS stay if the tokenizer's is one of them. Raises ConfigError if
+    in the folder `source`, if any. Its ids of BOS and EOS stay if the tokenizer's is among them. Raises ConfigError if
     transformers has no such model, or a file of the source is wrong. The other arguments are those of hf_config."""
     arguments: dict[str, Any] = {"max_seq_len": max_seq_len, "torch_dtype": torch_dtype}
     if source is None:
@@ -45,10 +45,10 @@ def config_files(
     before |= {key: released.get(key) for key in NO_OPTION if key in before}
     changed = {key for key in {**before, **after} if before.get(key) != after.get(key)}
     if "max_position_embeddings" in changed and after["rope_scaling"]:
-        changed.add("rope_scaling")  # which may lack the original length, and then means the length that was there
-    if released["model_type"] not in FAMILIES:  # transformers has another name of it
+        changed.add("rope_scaling")  # without an original length, the old value meant the old max_position_embeddings
+    if released["model_type"] not in FAMILIES:  # transformers has another name for it
         changed.add("model_type")
-    if "model_type" in changed:  # whose defaults of missing keys are others
+    if "model_type" in changed:  # the new type has other defaults for missing keys
         changed |= after.keys() - released.keys()
     for keys in TOGETHER:
         changed |= keys if changed & keys else set()
@@ -61,6 +61,6 @@ def config_files(
 
 
 def _generation(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the generation_config.json that says no more than config.json does."""
+    """Return a generation_config.json with only values of config.json."""
     special_tokens = {key: config.get(key) for key in ("bos_token_id", "eos_token_id")}
     return {"_from_model_config": True, **{key: ids for key, ids in special_tokens.items() if ids is not None}}

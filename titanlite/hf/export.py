@@ -1,6 +1,6 @@
 """Writing a checkpoint's weights as a Hugging Face folder, one parameter in memory at a time: a machine without the
-training's memory or devices can export any model. The experts of a layer are one parameter, and tensors of their own in
-the folder. The biases that balance experts are in float32, whatever the dtype of the weights.
+training's memory or devices can export any model. A layer's experts are one stacked parameter here and separate tensors
+in the folder. The biases that balance experts are in float32, whatever the dtype of the weights.
 """
 
 import json
@@ -25,7 +25,7 @@ from titanlite.hf.names import BALANCE_BIAS, hf_shape, hf_tensors, is_stacked, t
 from titanlite.launch.progress import progress
 
 LOAD = ".router.load"
-"""The end of names of the experts' load, a state of training that no folder has."""
+"""The end of the names of the experts' load, a state of training that no folder has."""
 BESIDE_THE_TOKENIZER = (
     *("tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
@@ -52,8 +52,8 @@ def export(
     Args:
         reader: a titanlite.checkpoint.reader.CheckpointReader: `shapes` by name, and `read(name)`.
         options: the [model] section of the checkpoint.
-        dtype: of the written weights.
-        max_seq_len: positions that config.json states.
+        dtype: the dtype of the written weights.
+        max_seq_len: the number of positions that config.json states.
         source: folder of the released model that the run started from; None: there is none.
         tokenizer: tokenizer.json, or the folder with it, to copy; None: no tokenizer files.
         bos: token id of BOS; None: the model has none.
@@ -96,7 +96,7 @@ def _check_shapes(reader: Any, options: Model, dtype: torch.dtype) -> None:
 
 
 def _with_biases(options: Model) -> Model:
-    """Return the options of the folder's model: every DeepSeek-V3 has biases that balance experts, if only zeros."""
+    """Return the options of the folder's model: every DeepSeek-V3 has biases that balance experts, even if zero."""
     if not options.mla.kv_lora_rank or not options.moe.n_experts or options.moe.score_function == "softmax":
         return options
     return options.model_copy(update={"moe": options.moe.model_copy(update={"balance_bias": True})})
@@ -118,11 +118,11 @@ def copy_tokenizer(tokenizer: Path, folder: Path) -> None:
     for name in BESIDE_THE_TOKENIZER:
         if (file.parent / name).is_file():
             shutil.copyfile(file.parent / name, folder / name)
-    shutil.copyfile(file, folder / "tokenizer.json")  # a file may have another name
+    shutil.copyfile(file, folder / "tokenizer.json")  # the given file may have another name
 
 
 def _write_weights(reader: Any, options: Model, folder: Path, dtype: torch.dtype, max_file_bytes: int) -> int:
-    """Write the safetensors files, and their index if there are several. Return how many they are."""
+    """Write the safetensors files, and their index if there are several. Return the number of files."""
     shapes = tensor_shapes(options)
     ours = hf_tensors(options, shapes)
     dtypes = {each: torch.float32 if names[0].endswith(BALANCE_BIAS) else dtype for each, names in ours.items()}
@@ -134,16 +134,16 @@ def _write_weights(reader: Any, options: Model, folder: Path, dtype: torch.dtype
         def contents(group: list[tuple[str, ...]]) -> Iterator[memoryview]:
             for each in group:
                 advance()
-                yield from map(bytes_of, tensors_of(each))  # no variable keeps one while the next one is read
+                yield from map(bytes_of, tensors_of(each))  # each is freed before the next is read
 
         def tensors_of(each: tuple[str, ...]) -> Sequence[Tensor]:
-            """Return the tensors of some parameters, usually of one: one or, of experts, which are stacked, several."""
+            """Return the folder's tensors for some of ours: one, or one per expert where experts are stacked."""
             names = ours[each]
             if f"model.{names[0]}" in reader.shapes:
                 tensor = to_hf(names, [reader.read(f"model.{name}") for name in names], options)
                 tensor = _cast(names[0], tensor, dtypes[each])
             else:
-                tensor = torch.zeros(shapes[names[0]])  # biases that the model does without
+                tensor = torch.zeros(shapes[names[0]])  # the model has no such biases
             return tensor.unbind() if tensor.dim() == EXPERT_DIMS and not is_stacked(names[0], options) else [tensor]
 
         for number, group in enumerate(groups, 1):
@@ -159,7 +159,7 @@ def _write_weights(reader: Any, options: Model, folder: Path, dtype: torch.dtype
 
 
 def partition(sizes: dict[Any, int], most: int) -> list[list[Any]]:
-    """Return the keys in groups, in their order, of which none exceeds `most` bytes unless it is a single tensor."""
+    """Return the keys in groups, in their order. No group exceeds `most` bytes, except one with a single tensor."""
     groups: list[list[Any]] = []
     filled = 0
     for name, size in sizes.items():

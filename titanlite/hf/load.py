@@ -5,8 +5,8 @@ columns of its own shards, one tensor after the other.
     folder/model.safetensors.index.json                              the file of each tensor, and
     folder/model-00001-of-00004.safetensors ...                      the files
 
-Experts of a layer, which are one parameter [E, F, D] of the model, are tensors [F, D] of these files. The biases that
-balance experts, buffers of the model, are loaded like parameters.
+A layer's experts are one parameter [E, F, D] of the model, and separate tensors [F, D] in these files. The biases that
+balance experts, which are buffers of the model, are loaded like parameters.
 
 Nothing is executed: safetensors are bytes behind a JSON header, and the pickles of older models (*.bin) are rejected.
 """
@@ -46,33 +46,33 @@ from titanlite.launch.progress import progress
 
 SINGLE, INDEX = WEIGHTS
 HF_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""Dtype that is read, as safetensors name it: its name in torch."""
+"""Names of the supported dtypes in safetensors, and in torch."""
 EMBEDDING = "tok_embeddings.weight"
 ROWS_AT_A_TIME = 2**14
 """Rows whose mean is computed together."""
 EXPERT_DIMS = 3
 """Dimensions of a parameter of experts: experts, rows, columns."""
 PREFIXES = ("model.", "transformer.")
-"""What names begin with, except in a folder of a model without its output head, as GPT-2's own release is."""
+"""Prefixes of names, which a folder of a model without its output head lacks, as GPT-2's own release does."""
 NOT_A_WEIGHT = re.compile(
     r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(masked_)?bias"
 )
 """Rotary frequencies and masks, which older versions of transformers saved. They follow from the config."""
 STACKED = "experts.gate_up_proj"
-"""The end of names of experts in one tensor, which transformers writes only with save_original_format = False."""
+"""The end of the name of a tensor of all experts, which transformers writes only with save_original_format = False."""
 QUANTIZED = re.compile(r"(scales?|scale_inv|zero_point|qzeros|qweight|g_idx|absmax|quant_map|quant_state[\w.]*)$")
-"""The end of names that quantized models have beside or instead of their weights."""
+"""The end of the names of tensors that quantized models have beside or instead of their weights."""
 
 
 def load_hf_weights(folder: Path, model: nn.Module, options: Model) -> None:
     """Load the weights of a Hugging Face folder into this rank's modules, plain tensors or DTensors of any placement.
 
     Every weight is cast to its parameter's dtype. `options` is the [model] section of the full model, and `model` may
-    be a pipeline stage of it. No rank communicates: whoever calls this has the ranks agree on whether it raised.
+    be a pipeline stage of it. No rank communicates: the caller must make the ranks agree on whether it raised.
 
     Raises:
-        ConfigError: if the folder is not one of this model, or a file that this rank needs cannot be read: no weight
-            has changed then. Or if a number is NaN or infinite.
+        ConfigError: if the folder is not one of this model, or a file that this rank needs cannot be read (in both
+            cases no weight has changed), or a number is NaN or infinite.
     """
     parameters, files = named_weights(model), tensor_files(folder)
     of_folder = _shapes_in(files, options)
@@ -102,7 +102,7 @@ def load_hf_weights(folder: Path, model: nn.Module, options: Model) -> None:
 
 
 def _shapes_in(files: Mapping[str, Path], options: Model) -> dict[str, torch.Size]:
-    """Return the shapes of all tensors that the model has in a folder, by their names there."""
+    """Return the shapes of all tensors of the model, by their names in a folder with these files."""
     all_shapes, shapes = tensor_shapes(options), {}
     for names, ours in hf_tensors(options, all_shapes).items():
         shape = hf_shape(ours, all_shapes, options)
@@ -149,13 +149,13 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def name_in(files: Mapping[str, Path], name: str) -> str:
-    """Return a tensor's name in a folder, which may lack the prefix."""
+    """Return a tensor's name in a folder, whose names may lack the prefix."""
     bare = name.partition(".")[2] if name.startswith(PREFIXES) else name
     return bare if bare in files or bare + BLOCKS in files else name
 
 
 def _without_predictors(folder: Path, files: dict[str, Path], *, prints: bool) -> dict[str, Path]:
-    """Return the tensors of a DeepSeek-V3 that the model has: all but those of the layers behind its last one, which
+    """Return the tensors of a DeepSeek-V3 that the model has: all except those of the layers after its last one, which
     predict further tokens (multi-token prediction). Raises ConfigError if rows of the file are in another order."""
     config = read_json_object(folder / "config.json")
     if config.get("rope_interleave") is False:
@@ -182,7 +182,7 @@ def _name_problems(folder: Path, found: set[str], expected: set[str], *, tied: b
     missing = sorted(expected - found)
     other = sorted(name for name in found - expected if not NOT_A_WEIGHT.fullmatch(name))
     if tied and OUTPUT_HEAD in other:
-        other.remove(OUTPUT_HEAD)  # compared with the embedding later
+        other.remove(OUTPUT_HEAD)  # _check_tied compares it with the embedding
     hint = "set [model] to the options of this folder's model"
     if missing:
         unless = " unless model.tie_embeddings = true" if missing == [OUTPUT_HEAD] else ""
@@ -202,8 +202,8 @@ def first_of(names: list[str]) -> str:
 
 
 def _file_problems(file: Path, shapes: dict[str, torch.Size], grows: set[str]) -> list[str]:
-    """Return a line for each of these tensors that a file lacks, or has with another shape or an unsupported dtype. Of
-    those in `grows` it may have fewer rows."""
+    """Return a line for each of these tensors that a file lacks, or has with another shape or an unsupported dtype. The
+    tensors in `grows` may have fewer rows there."""
     problems = []
     try:
         with open_safetensors(file) as tensors:
@@ -228,9 +228,9 @@ def _file_problems(file: Path, shapes: dict[str, torch.Size], grows: set[str]) -
 
 @contextlib.contextmanager
 def open_safetensors(file: Path, again: str = "download") -> Iterator[Any]:
-    """Open a safetensors file, whose header is checked against its size. Raises ConfigError if it is damaged; `again`:
-    what one should do again then."""
-    if not file.is_file():  # nor a pipe, from which a read would wait
+    """Open a safetensors file, whose header is checked against its size. Raises ConfigError if it is damaged; `again`
+    is the verb of its advice, as in "download the file again"."""
+    if not file.is_file():  # a pipe is no file either: a read would wait
         raise ConfigError([f"{file}: no such file; {again} the folder again"])
     try:
         tensors = safe_open(file, framework="pt")
@@ -241,7 +241,7 @@ def open_safetensors(file: Path, again: str = "download") -> Iterator[Any]:
 
 
 def _tensors(parameter: Tensor, name: str, files: Mapping[str, Path], options: Model) -> list[str]:
-    """Return which tensors this rank needs of those of a parameter: of experts, those of the ones that it has."""
+    """Return the names of a parameter's tensors that this rank needs: of experts, only of those in its shard."""
     names = [name_in(files, each) for each in hf_names(name, options)]
     if is_stacked(name, options):
         return [names[0] + kind for kind in (BLOCKS, SCALES)] if names[0] + BLOCKS in files else names
@@ -263,8 +263,8 @@ def _check_tied(files: dict[str, Path], embedding: nn.Parameter, options: Model)
 
 @torch.no_grad()
 def _fill(parameter: Tensor, name: str, files: dict[str, Path], options: Model) -> None:
-    """Copy this rank's shard of the tensors, which are in these files, into the parameter. A file is opened for this
-    parameter alone, since what has been read of a file stays in memory until it is closed."""
+    """Copy this rank's shard of the tensors, which are in these files, into the parameter. A file is opened only for
+    this parameter, since all that was read from a file stays in memory until it is closed."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if local.numel() and is_stacked(name, options):
         with contextlib.ExitStack() as stack:
@@ -285,7 +285,7 @@ def _fill(parameter: Tensor, name: str, files: dict[str, Path], options: Model) 
 
 
 def _finite(numbers: Tensor, tensor: str, file: Path) -> Tensor:
-    """Return numbers that are of a tensor in a file. Raises ConfigError if one is NaN or infinite."""
+    """Return the numbers, which are from a tensor in a file. Raises ConfigError if one is NaN or infinite."""
     if not torch.stack(numbers.aminmax()).isfinite().all():  # NaN if there is one; no copy is made
         problem = f"{file}: {tensor} has a number that is NaN or infinite; expected finite ones"
         raise ConfigError([f"{problem}; download the file again, or take another model"])
@@ -293,12 +293,12 @@ def _finite(numbers: Tensor, tensor: str, file: Path) -> Tensor:
 
 
 Range = tuple[slice, Tensor | None]
-"""What covers some indices, and their places in it; None if they are all of it in order."""
+"""A slice that covers some indices, and the places of these in it; None if they are the whole slice, in order."""
 
 
 def _ranges(parameter: Tensor, name: str, options: Model) -> list[Range]:
-    """Return this rank's rows, and columns if any, of each of a parameter's tensors, in the parameter's order;
-    columns first if they are rows there. Rotated rows may cover more: a shard may begin or end within a head."""
+    """Return this rank's rows, and columns if any, of each tensor of a parameter, in the parameter's order. If the
+    file's matrix is transposed, columns come first. Rotated rows may cover more: a shard may begin or end in a head."""
     dims = range(parameter.dim())[-2:]
     rows = hf_rows(name, local_indices(parameter, dims[0]), options)
     ranges = [_cover(rows), *(_cover(local_indices(parameter, dim)) for dim in dims[1:])]
@@ -306,7 +306,7 @@ def _ranges(parameter: Tensor, name: str, options: Model) -> list[Range]:
 
 
 def _read(tensor: Any, ranges: list[Range]) -> Tensor:
-    """Return a shard of a tensor in a file, a safetensors slice. Rows that it lacks are the mean of its own."""
+    """Return a shard of a tensor in a file, given as a safetensors slice. Rows that it lacks are its rows' mean."""
     result, rows = tensor[tuple(covered for covered, _ in ranges)], ranges[0][0]
     if rows.stop > (n := tensor.get_shape()[0]):
         parts = (slice(begin, begin + ROWS_AT_A_TIME) for begin in range(0, n, ROWS_AT_A_TIME))
@@ -319,7 +319,7 @@ def _read(tensor: Any, ranges: list[Range]) -> Tensor:
 
 
 def local_indices(parameter: Tensor, dim: int) -> Tensor:
-    """Return which indices of a dimension of the full tensor are in this rank's shard, in their order.
+    """Return the indices of a dimension of the full tensor that are in this rank's shard, in their order.
 
     The indices are sharded like the parameter, so this holds for every placement, private ones included.
     """

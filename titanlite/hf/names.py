@@ -1,9 +1,9 @@
-"""The weights' names here and in transformers, and where their rows are there.
+"""The weights' names in this model and in transformers, and the order of their rows in both.
 
-Here a head's channels 2i and 2i + 1 are rotated together, as in Meta's checkpoints; in transformers channels i and
-i + R/2 of the R rotated ones. So within each head, row 2i here is row i there, and row 2i + 1 here is row i + R/2
-there. This applies to all that computes the channels of q and k: the rows of wq and wk, their biases, and the weights
-of q_norm and k_norm. The files of DeepSeek and GLM-4 have neighbouring channels, as here, so their rows stay.
+This model rotates a head's channels 2i and 2i + 1 together, as Meta's checkpoints do; transformers rotates channels i
+and i + R/2 of the R rotated ones. So within each head, row 2i here is row i there, and row 2i + 1 here is row i + R/2
+there. This applies to all weights that compute channels of q and k: the rows of wq and wk, their biases, and the
+weights of q_norm and k_norm. DeepSeek and GLM-4 have neighbouring channels, as here, so their rows keep their order.
 
 Some families have several of our weights in one tensor, one behind the other (Phi-3, GLM-4, GPT-2), and GPT-2's
 matrices are transposed.
@@ -20,12 +20,12 @@ from titanlite.config.schema import Model
 from titanlite.hf import stacked_experts
 
 Q_NORM, Q_LATENT_NORM = "self_attn.q_norm", "self_attn.q_a_layernorm"
-"""attention.q_norm in transformers, and what it is there with latent attention."""
+"""The names of attention.q_norm in transformers, without and with latent attention."""
 MODULES = {
     "tok_embeddings": "model.embed_tokens",
     "norm": "model.norm",
     "output": "lm_head",
-    # of layers.N here and model.layers.N there
+    # modules of layers.N here and model.layers.N in transformers
     "attention_norm": "input_layernorm",
     "attention.wq": "self_attn.q_proj",
     "attention.wk": "self_attn.k_proj",
@@ -55,10 +55,10 @@ _AFTER = {"attention_post_norm": "post_attention_layernorm", "ffn_post_norm": "p
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """What the tensors of a family have besides MODULES, by the module in a layer or, in `ends`, outside of layers."""
+    """How the tensors of a family differ from MODULES, by the module in a layer or, in `ends`, outside of layers."""
 
     modules: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Names that are other ones."""
+    """Modules with other names, and these names."""
     fused: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     """Tensors that have several of our weights, in this order."""
     layer: str = "model.layers"
@@ -89,7 +89,7 @@ NAMES = {
         transposed=(*_QUERIES_KEYS_VALUES, "attention.wo", "feed_forward.w1", "feed_forward.w2")),
 }
 # fmt: on
-"""By one of the model types that have them."""
+"""Names by a model type; other types may have the same names."""
 EXPERTS = {
     "router.weight": ("mlp.gate.weight", "block_sparse_moe.gate.weight"),
     "experts.w1": ("mlp.experts.{}.gate_proj.weight", "block_sparse_moe.experts.{}.w1.weight"),
@@ -98,9 +98,9 @@ EXPERTS = {
     "router.balance_bias": ("mlp.gate.e_score_correction_bias", ""),
 }
 """Tensor of a mixture of experts: its name in Qwen3-MoE, OLMoE and DeepSeek, and in Mixtral. {} is the number of an
-expert, which has a tensor of its own there; here the experts of a layer are stacked."""
+expert: transformers has a tensor per expert, and here the experts of a layer are stacked."""
 BALANCE_BIAS = ".router.balance_bias"
-"""The end of names of the biases that balance experts: buffers, and always in float32."""
+"""The end of the names of the biases that balance experts, which are buffers in float32."""
 ROTATED = ("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm")
 """Modules whose rows are channels that the rotary embedding pairs."""
 OUTPUT_HEAD = "lm_head.weight"
@@ -119,8 +119,8 @@ def names_of(model: Model) -> Names:
 
 
 def tensor_shapes(model: Model) -> dict[str, torch.Size]:
-    """Return the shape of each tensor of the full model that a folder has: its parameters, of which tied embeddings are
-    one, the embedding's, and the biases that balance experts."""
+    """Return the shape of each tensor of the full model that a folder has: its parameters (tied embeddings are one, the
+    embedding's) and the biases that balance experts."""
     return {name: tensor.shape for name, tensor in named_weights(build_llama(model, max_seq_len=1)).items()}
 
 
@@ -131,7 +131,7 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _split(name: str) -> tuple[str, str, str]:
-    """Return the layer of a tensor ("" if it is in none), its module there, and which of the module's tensors it is."""
+    """Return the layer of a tensor ("" if it is in none), its module in the layer, and its name in the module."""
     module, _, kind = name.rpartition(".")
     if not module.startswith("layers."):
         return "", module, kind
@@ -150,8 +150,8 @@ def hf_name(name: str, model: Model) -> str:
 
 
 def hf_names(name: str, model: Model) -> list[str]:
-    """Return the names in transformers of a tensor of ours: one or, of most families' experts, one for each. Of these
-    families, only Mixtral has neither norms of queries and keys nor latent attention nor sigmoid scores."""
+    """Return the names in transformers of one of our tensors: one name or, for most families' experts, one per expert.
+    Of these families, only Mixtral has neither norms of queries and keys nor latent attention nor sigmoid scores."""
     layer, _, rest = name.removeprefix("layers.").partition(".feed_forward.")
     if rest.startswith(("experts.", "router.")) and model.moe.expert_bias:
         own = stacked_experts.hf_name(rest) if is_stacked(name, model) else f"mlp.{rest}"
@@ -165,7 +165,7 @@ def hf_names(name: str, model: Model) -> list[str]:
 
 
 def is_stacked(name: str, model: Model) -> bool:
-    """Return whether a tensor is of experts that transformers has in one: those of gpt-oss, which alone have biases."""
+    """Return whether transformers also stacks the experts of a tensor: those of gpt-oss, which alone have biases."""
     return model.moe.expert_bias and ".experts." in name
 
 
@@ -176,8 +176,8 @@ def is_transposed(name: str, model: Model) -> bool:
 
 
 def rotated_channels(name: str, model: Model) -> int:
-    """Return how many channels of a head, the first ones, have their rows in another order in transformers: none of
-    tensors whose rows are no channels of queries or keys."""
+    """Return how many of a head's first channels have their rows in another order in transformers; 0 for a tensor whose
+    rows are not channels of queries or keys."""
     layer, module, _ = _split(name)
     if model.mla.kv_lora_rank or names_of(model).neighbours or module not in ROTATED:
         return 0
@@ -185,7 +185,7 @@ def rotated_channels(name: str, model: Model) -> int:
 
 
 def _rows(name: str, model: Model) -> slice:
-    """Return which rows of the tensor in transformers are ours: all, if no other tensor of ours is in it."""
+    """Return which rows of the tensor in transformers are ours: all, unless it contains several of our tensors."""
     layer, module, _ = _split(name)
     queries, keys = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
     sizes = dict(zip(_QUERIES_KEYS_VALUES, (queries, keys, keys), strict=True))
@@ -197,7 +197,7 @@ def _rows(name: str, model: Model) -> slice:
 
 
 def hf_rows(name: str, rows: Tensor, model: Model) -> Tensor:
-    """Return which rows of the tensor in transformers, if it is not transposed, are these rows of a tensor of ours."""
+    """Return the rows of transformers' tensor, before any transposition, that are these rows of one of our tensors."""
     if rotated := rotated_channels(name, model):
         channel = rows % model.head_dim
         there = rows - channel + channel // 2 + channel % 2 * (rotated // 2)
@@ -206,7 +206,7 @@ def hf_rows(name: str, rows: Tensor, model: Model) -> Tensor:
 
 
 def from_hf(name: str, tensor: Tensor, model: Model) -> Tensor:
-    """Return one of our full tensors from the one in transformers that has it."""
+    """Return one of our full tensors from the tensor in transformers that contains it."""
     if is_stacked(name, model):
         return stacked_experts.from_hf(name, tensor)
     tensor = tensor.T if is_transposed(name, model) else tensor
@@ -218,7 +218,7 @@ def from_hf(name: str, tensor: Tensor, model: Model) -> Tensor:
 
 
 def to_hf(names: Sequence[str], tensors: Sequence[Tensor], model: Model) -> Tensor:
-    """Return the tensor in transformers that has these full tensors of ours: one, or several in the order of names."""
+    """Return the tensor in transformers that contains these full tensors of ours, in the order of `names`."""
     if is_stacked(names[0], model):
         return stacked_experts.to_hf(names, tensors)
     ordered = [_in_their_order(*each, model) for each in zip(names, tensors, strict=True)]
@@ -233,8 +233,8 @@ def _in_their_order(name: str, tensor: Tensor, model: Model) -> Tensor:
 
 
 def hf_tensors(model: Model, names: Iterable[str]) -> dict[tuple[str, ...], list[str]]:
-    """Return, for each tensor in transformers (of experts, for all of them together), which of these tensors of ours it
-    has, in the order of its rows."""
+    """Return which of these tensors of ours each tensor in transformers contains, in the order of its rows. The tensors
+    of a layer's experts have one key together."""
     found: dict[tuple[str, ...], list[str]] = {}
     for name in names:
         found.setdefault(tuple(hf_names(name, model)), []).append(name)
@@ -242,7 +242,7 @@ def hf_tensors(model: Model, names: Iterable[str]) -> dict[tuple[str, ...], list
 
 
 def hf_shape(names: Sequence[str], shapes: Mapping[str, torch.Size], model: Model) -> torch.Size:
-    """Return the shape of the tensor in transformers that has these tensors of ours; of experts, that of each one's."""
+    """Return the shape of the tensor in transformers that contains these of ours; for experts, of each tensor."""
     if is_stacked(names[0], model):
         return stacked_experts.hf_shape(names, shapes)
     first = shapes[names[0]][-2:]

@@ -1,12 +1,12 @@
-"""The experts of gpt-oss in its files: those of a layer in one tensor each, and as released in MXFP4.
+"""The experts of gpt-oss in its files: a tensor stacks all experts of a layer, quantized to MXFP4 in the release.
 
     mlp.experts.gate_up_proj       [E, D, 2F]  rows of our w1 and w3 in turn, as columns
     mlp.experts.down_proj          [E, F, D]   our w2, transposed
     ..._bias                       [E, 2F], [E, D]
     ..._blocks, ..._scales         [E, 2F, D / 32, 16] and [E, 2F, D / 32]; [E, D, F / 32, 16] and [E, D, F / 32]
 
-MXFP4 (OCP Microscaling Formats, 1.0) has numbers of 4 bits, two in a byte, the first in the lower half, and for each 32
-of them the exponent of a factor, a power of two, plus 127. They are read as what they stand for, and never written.
+MXFP4 (OCP Microscaling Formats, 1.0) has numbers of 4 bits, two in a byte, the first in the lower half. Each 32 of them
+share a factor, a power of two, stored as its exponent plus 127. They are dequantized when read, and never written.
 
 Shapes: E experts, D model width, F width of an expert.
 """
@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 TENSORS = {"w1": ("gate_up_proj", 2, 0), "w3": ("gate_up_proj", 2, 1), "w2": ("down_proj", 1, 0)}
-"""Weight of our experts: its tensor there, how many weights have their rows in turn in that, and which one it is."""
+"""Weight of our experts: its tensor in the file, how many weights alternate in the tensor's rows, and its index."""
 BLOCKS, SCALES = "_blocks", "_scales"
 GROUP = 32
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Of FP4 (E2M1), by the lower three bits; the fourth is the sign."""
+"""Magnitudes of FP4 numbers (E2M1), by the lower three bits; the fourth bit is the sign."""
 
 
 def hf_name(name: str) -> str:
-    """Return the name there, in a layer, of experts.w1, experts.w1_bias, and so on."""
+    """Return the name in the file, within a layer, of experts.w1, experts.w1_bias, and so on."""
     weight, bias = _split(name)
     return f"mlp.experts.{TENSORS[weight][0]}{bias}"
 
@@ -37,33 +37,33 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def hf_shape(names: Sequence[str], shapes: Mapping[str, torch.Size]) -> torch.Size:
-    """Return the shape of the tensor that has these weights of ours, if it is not quantized."""
+    """Return the shape of the unquantized tensor that contains these weights of ours."""
     n_experts, rows, *columns = shapes[names[0]]
     return torch.Size((n_experts, *columns, rows * len(names)))
 
 
 def quantized_shapes(shape: torch.Size) -> dict[str, torch.Size]:
-    """Return the shapes of both tensors that are in the place of one of this shape."""
+    """Return the shapes of the blocks and the scales that replace a tensor of this shape."""
     n_experts, columns, rows = shape
     scales = n_experts, rows, -(-columns // GROUP)
     return {BLOCKS: torch.Size((*scales, GROUP // 2)), SCALES: torch.Size(scales)}
 
 
 def to_hf(names: Sequence[str], weights: Sequence[Tensor]) -> Tensor:
-    """Return the tensor that has these weights, or biases, of ours."""
+    """Return the tensor that contains these weights, or biases, of ours."""
     in_turn = torch.stack(list(weights), 2).flatten(1, 2) if len(weights) > 1 else weights[0]
     return in_turn if in_turn.dim() == 2 else in_turn.transpose(1, 2).contiguous()
 
 
 def from_hf(name: str, tensor: Tensor) -> Tensor:
-    """Return one of our weights from the tensor that has it."""
+    """Return one of our weights from the tensor that contains it."""
     _, step, first = TENSORS[_split(name)[0]]
     return (tensor if tensor.dim() == 2 else tensor.transpose(1, 2))[:, first::step]
 
 
 def read(name: str, slices: Sequence[Any], experts: Tensor, rows: Tensor, columns: Tensor | None) -> Iterator[Tensor]:
-    """Yield a shard of each of these experts in the order of our weight; `slices` are of its tensor in safetensors
-    files, or of its blocks and scales. `columns`: None for a bias."""
+    """Yield this rank's shard of each of these experts, in the order of our weight. `slices` has the safetensors slice
+    of its tensor, or those of its blocks and scales. `columns`: None for a bias."""
     _, step, first = TENSORS[_split(name)[0]]
     there, own = _cover(rows * step + first)
     columns_there, own_columns = (slice(0, 0), None) if columns is None else _cover(columns)
@@ -80,7 +80,7 @@ def read(name: str, slices: Sequence[Any], experts: Tensor, rows: Tensor, column
 
 
 def _cover(indices: Tensor) -> tuple[slice, Tensor]:
-    """Return what covers some indices, and their places in it."""
+    """Return a slice that covers some indices, and the places of these in it."""
     first = int(indices.min())
     return slice(first, int(indices.max()) + 1), indices - first
 

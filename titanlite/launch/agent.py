@@ -1,7 +1,7 @@
 """Runs the ranks of this node with torchrun's elastic agent, inside the launcher's process.
 
-It adds to torchrun: the launcher's exit status is that of the ranks; all nodes report a rank that a signal killed; a
-wrong config is not started again; the launcher ends soon after its ranks, also if another node no longer answers.
+It differs from torchrun: the launcher's exit status is that of the ranks; all nodes report a rank that a signal killed;
+a wrong config is not started again; the launcher ends soon after its ranks, even if another node no longer answers.
 """
 
 import contextlib
@@ -31,26 +31,26 @@ from titanlite.launch.process import print_to_console
 from titanlite.launch.progress import progress
 
 SECONDS_AFTER_A_FAILURE = RECORD_SECONDS + 2
-"""How long the ranks of this node have to end by themselves after one has failed. Then they are killed."""
+"""Seconds in which the ranks of this node must end by themselves after one has failed. Then they are killed."""
 SECONDS_AFTER_THE_END = 30.0
-"""How long the launcher waits for the other nodes after its ranks have finished."""
+"""Seconds for which the launcher waits for the other nodes after its ranks have finished."""
 SECONDS_TO_SAVE = 600
-"""How long the ranks have to save a checkpoint when nodes join, and all ranks start anew."""
+"""Seconds in which the ranks must save a checkpoint when nodes join, before all ranks are started anew."""
 
 
 class NewStores:
-    """torchrun's rendezvous, where the first node's launcher has a new store for the ranks of each attempt. torch has
-    one store for all, so that a node that joins waits for its address in vain, and new ranks read old keys."""
+    """torchrun's rendezvous, where the first node's launcher creates a new store for the ranks of each attempt. torch
+    has one store for all attempts, so a joining node waits for its address in vain, and new ranks read old keys."""
 
     use_agent_store = True
 
     def __init__(self, parameters: RendezvousParameters, address: str):
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # no store by torch
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # torch creates no store
         self.handler, self.address = registry.get_rendezvous_handler(parameters), address
         self.server: dist.Store | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other nodes."""
+        """Meet the other nodes before an attempt."""
         met, port = self.handler.next_rendezvous(), None
         if met.rank == 0:
             self.server = dist.TCPStore(self.address, 0, is_master=True, multi_tenant=True)
@@ -78,13 +78,13 @@ class NoRestartError(Exception):
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent of one node. It overrides _monitor_workers, by which torch has agents extended."""
+    """torchrun's agent of one node. It overrides _monitor_workers, torch's method for extending agents."""
 
     signals: LauncherSignals
     restarts = 0
     """How often it has started all ranks anew after a failure."""
     statuses: Mapping[int, int] = {}
-    """Exit statuses of the ranks that failed first in this attempt, by rank; negative: the signal that killed it."""
+    """Exit statuses of the ranks that failed first in this attempt, by rank; negative: a signal."""
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         pids = {worker.global_rank: worker.id for worker in worker_group.workers}
@@ -95,7 +95,7 @@ class Agent(LocalElasticAgent):
             failed = {rank: status for rank, pid in pids.items() if (status := status_of(pid))}
             send((pid for pid in pids.values() if status_of(pid) is None), signal.SIGKILL)
         result = super()._monitor_workers(worker_group)
-        if not failed:  # they failed just now, or the system cannot tell before
+        if not failed:  # ranks failed just now, or the system could not tell before
             failed = {rank: failure.exitcode for rank, failure in result.failures.items()}
             messages = [self._record(*each) for each in failed.items()]
         for message in filter(None, messages):
@@ -114,8 +114,8 @@ class Agent(LocalElasticAgent):
         return ranks_store(group.master_addr, group.master_port, timeout_seconds=3)
 
     def _record(self, rank: int, status: int) -> str:
-        """Record in the launch's store that a rank has ended which could not do so itself, so that all ranks end.
-        Return what to print when they have: nothing if it was to stop, or is not the first that failed."""
+        """Record in the launch's store the end of a rank that could not record it itself, so that all ranks end.
+        Return what to print after their end: nothing if the rank was to stop, or is not the first that failed."""
         is_alone = self.get_worker_group().workers[0].world_size == 1
         if status == 2 or (status == 1 and (self.signals.stopping or is_alone)):
             return ""
@@ -139,14 +139,14 @@ class Agent(LocalElasticAgent):
 def run_ranks(
     command: list[str], ranks: int, environment: Mapping[str, str], signals: LauncherSignals, *, max_restarts: int
 ) -> int:
-    """Start the ranks of this node, each a process with a command and environment variables, by which the nodes also
-    find each other. Start them anew after a failure, up to max_restarts times. Return the exit status. Only the main
-    thread may call this."""
+    """Start the ranks of this node, each a process with this command and these environment variables, by which nodes
+    also find each other. Start them anew after a failure, up to max_restarts times. Return the exit status. Only
+    the main thread may call this."""
     os.environ.update(environment)
     if "LOGLEVEL" not in os.environ:
-        logging.disable(logging.ERROR)  # what the agent logs of failures is said here in the user's words
+        logging.disable(logging.ERROR)  # this module reports failures itself, in the user's words
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the other signals are passed on to the ranks
-    signal.pthread_sigmask(signal.SIG_BLOCK, process.SIGNALS)  # for ranks, too, until they can respond
+    signal.pthread_sigmask(signal.SIG_BLOCK, process.SIGNALS)  # ranks inherit this until they listen
     parameters, local_address = rendezvous(environment)
     store, place = NewStores(parameters, local_address), {"local_world_size": ranks, "local_addr": local_address}
     program = {"entrypoint": command[0], "args": tuple(command[1:])}
@@ -157,7 +157,7 @@ def run_ranks(
     threading.Thread(target=_kill_stopped_ranks, args=(agent, finished), name="stopped ranks", daemon=True).start()
     try:
         agent.run()
-    except Exception as error:  # of the rendezvous or its store
+    except Exception as error:  # the rendezvous or its store has failed
         if not agent.statuses:
             print_to_console(f"error: the launch failed: {error}".replace("\n", " "))
             return 0 if signals.stopping else 1
@@ -176,8 +176,8 @@ def rendezvous(environment: Mapping[str, str]) -> tuple[RendezvousParameters, st
         return RendezvousParameters("c10d", f"{address}:0", uuid.uuid4().hex, 1, 1, address, is_host=True), address
     first, port = environment["MASTER_ADDR"], int(environment.get("MASTER_PORT") or 29500)
     run_id, is_host = environment.get("JOB_ID") or "titanlite", int(environment["NODE_RANK"]) == 0
-    # torch would compare MASTER_ADDR with the node's own names, and tell the others the name that the node has for
-    # itself. Where these differ, or mean another interface, all nodes would wait forever.
+    # torch would compare MASTER_ADDR with the node's own names, and tell the other nodes the name that the node has for
+    # itself. If these names differ, or mean another interface, all nodes would wait forever.
     with progress(f"waiting until MASTER_ADDR = {first} has an address"):
         address = _address_towards(first, port)
     nodes, options = (int(least), int(most or least)), {"is_host": is_host, "read_timeout": 300}  # seconds to find it
@@ -193,7 +193,7 @@ def _address_towards(host: str, port: int, seconds: float = 60.0) -> str:
             with socket.socket(family, kind) as probe:
                 probe.connect(target)  # sends nothing, and chooses the interface
                 return probe.getsockname()[0]
-        except (OSError, UnicodeError) as error:  # the second: no name that DNS could have
+        except (OSError, UnicodeError) as error:  # UnicodeError: DNS cannot have such a name
             if time.monotonic() > deadline:
                 reason = getattr(error, "strerror", "") or error
                 raise ConfigError([f"environment: MASTER_ADDR = {host}: no way to this address: {reason}"]) from None
@@ -201,8 +201,8 @@ def _address_towards(host: str, port: int, seconds: float = 60.0) -> str:
 
 
 def _watch(agent: Agent, signals: LauncherSignals, finished: threading.Event) -> None:
-    """Pass a stop on to ranks that start after it, and end the launcher when its ranks have ended and the agent waits
-    for other nodes: in vain where the store no longer answers, or the run is to stop."""
+    """Pass a stop on to ranks that start after it. End the launcher if its ranks have ended and the agent still waits
+    for other nodes, which is in vain if the store no longer answers, or the run is to stop."""
     ended_since = None
     while not finished.wait(0.2):
         signals.pass_on()
@@ -219,21 +219,21 @@ def _watch(agent: Agent, signals: LauncherSignals, finished: threading.Event) ->
 
 
 def _kill_stopped_ranks(agent: Agent, finished: threading.Event) -> None:
-    """Kill the ranks of this node that still exist some time after the watchdog has recorded a failure: stopped or
-    hanging for good, they cannot end by themselves. In a thread of its own, since the store may not answer."""
+    """Kill the ranks of this node that still exist some time after the watchdog has recorded a failure: a stopped or
+    hanging rank cannot end by itself. This runs in a thread of its own, since the store may not answer."""
     port, store = None, None
     while not finished.wait(2):
         with contextlib.suppress(Exception):  # there is no store yet, or no longer
             ranks = children(os.getpid())
-            if port != agent.get_worker_group().master_port:  # another one for each attempt
+            if port != agent.get_worker_group().master_port:  # each attempt has its own
                 port, store = agent.get_worker_group().master_port, agent.ranks_store()
             if store.check(["end"]) and not finished.wait(SECONDS_AFTER_A_FAILURE):
                 send(set(ranks) & set(children(os.getpid())), signal.SIGKILL)
 
 
 def status_of(pid: int) -> int | None:
-    """Return the exit status of a child process, which remains to be waited for; None: it runs, or the system cannot
-    tell. A process that has been waited for already counts as done."""
+    """Return the exit status of a child process without reaping it; None if it runs, or the system cannot tell. A
+    process that was already reaped counts as done."""
     if not hasattr(os, "waitid"):  # macOS
         return None
     try:

@@ -1,4 +1,4 @@
-"""Arguments of the commands: how they are parsed, and what several commands have in common."""
+"""The arguments of the commands: their parser, and the arguments that several commands share."""
 
 import argparse
 import contextlib
@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def number(kind: type, expected: str, accepts: Callable[[Any], bool]) -> Callable[[str], Any]:
-    """Return a function that reads an argument as a number that it accepts, which `expected` says in words."""
+    """Return a function that reads an argument as a number that `accepts` takes; `expected` says in words which."""
 
     def read(text: str) -> Any:
         with contextlib.suppress(ValueError):
@@ -45,7 +45,7 @@ def number(kind: type, expected: str, accepts: Callable[[Any], bool]) -> Callabl
 
 
 def count(most: int = MOST_ITEMS) -> Callable[[str], int]:
-    """Return a function that reads an argument as a number of things."""
+    """Return a function that reads an argument as a number from 1 to `most`."""
     return number(int, f"an integer >= 1 and <= {most}", lambda value: 1 <= value <= most)
 
 

@@ -1,4 +1,4 @@
-"""The config that a launcher has checked, for its ranks: also after a restart, whatever its file has by then."""
+"""The config that a launcher has checked for its ranks, also after a restart, even if its file has changed by then."""
 
 import json
 import os

@@ -29,7 +29,7 @@ COMMANDS = {
     "eval": ("titanlite.tools.evaluate", "compute the loss of a model on a dataset"),
     "export": ("titanlite.checkpoint.export", "write a checkpoint as a Hugging Face folder"),
 }
-"""Subcommand: the module whose `main(argv)` returns the exit status, or raises ConfigError, and what it does."""
+"""Subcommand: its module, whose `main(argv)` returns the exit status or raises ConfigError, and its description."""
 
 
 def usage() -> str:
@@ -62,13 +62,13 @@ def main() -> None:
         problem = f"titanlite {name}: out of memory: {reason}; is ulimit -v too low?"
     except OSError as error:
         status = 2 if error.errno in (errno.ENAMETOOLONG, errno.ELOOP) else 1
-        if error.filename is None:  # of standard output: the disk is full, or the reader has ended, as `head` does
+        if error.filename is None:  # standard output: the disk is full, or the reader, as `head`, has ended
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         what = printable(f"{error.filename or 'standard output'}: {error.strerror or error}")
         problem = "" if isinstance(error, BrokenPipeError) else what if status == 2 else f"titanlite {name}: {what}"
     if problem:
         print(f"error: {problem}", file=sys.stderr)
-    exit_process(status)  # at once: Python would wait for threads, which could give the process another status
+    exit_process(status)  # Python would wait for threads, which could change the status
 
 
 def run(name: str, arguments: list[str]) -> int:
@@ -84,7 +84,7 @@ def run(name: str, arguments: list[str]) -> int:
     else:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the command as Ctrl-C does
     if process.ENDS_WITH_STDIN in os.environ:
-        process.end_after(sys.stdin.read, "standard input", status=0)  # of 0 torchrun says nothing
+        process.end_after(sys.stdin.read, "standard input", status=0)  # torchrun is silent about 0
     return run_command(name, arguments)
 
 

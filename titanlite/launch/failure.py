@@ -1,4 +1,4 @@
-"""The end of a rank because of an error: what is printed, the exit status, and what other ranks are told."""
+"""The end of a rank because of an error: the printed message, the exit status, and the record for other ranks."""
 
 import os
 import re
@@ -13,11 +13,11 @@ from titanlite.launch import process
 from titanlite.launch.process_table import machine
 
 BACKSTOP_SECONDS = 15
-"""By how much the timeouts of process groups exceed the watchdog's, which names the rank."""
+"""Seconds by which the timeouts of process groups exceed the watchdog's, so that the watchdog names the rank first."""
 LOST_CONNECTION = re.compile(r"closed by peer|[Cc]onnection [a-z]+|Broken pipe|[Tt]imed out|[Tt]imeout|ncclRemoteError")
-"""In errors of gloo, NCCL and torch's store whose cause is another rank."""
+"""Matches errors of gloo, NCCL and torch's store whose cause is another rank."""
 RECORD_SECONDS = 5.0
-"""How long a rank that has lost a connection waits for the failure of the rank that ended it."""
+"""Seconds for which a rank that has lost a connection waits for the failure of the rank that caused it."""
 
 
 class OneRank:
@@ -39,8 +39,8 @@ class OneRank:
 
 
 def fail(error: Exception, rank: OneRank | None) -> None:
-    """End this process because of an error: on one line if it is of the config or the training, else with its
-    traceback. Until there is a `rank`, all find the same problems, and the first of each node prints them."""
+    """End this process because of an error. Print one line for a ConfigError or TrainingError, else a traceback. Before
+    there is a `rank`, all ranks find the same problems, and the first rank of each node prints them."""
     status = 2 if isinstance(error, ConfigError) else 1
     lost_connection = isinstance(error, RuntimeError) and bool(LOST_CONNECTION.search(f"{error}"))
     where = f"rank {rank.launch.rank} on {socket.gethostname()}" if rank else "a rank"
@@ -49,7 +49,7 @@ def fail(error: Exception, rank: OneRank | None) -> None:
     elif isinstance(error, TrainingError):
         message = f"error: {error}"
     elif lost_connection:
-        reason = re.sub(r"^\[.*?\] ", "", f"{error}").partition("\nException raised from")[0]  # no C++ sources
+        reason = re.sub(r"^\[.*?\] ", "", f"{error}").partition("\nException raised from")[0]  # leave out C++ frames
         message = f"error: {where} has lost another rank, which has died or does not answer: {reason}"
     else:
         message = "".join(traceback.format_exception(error)).rstrip()
@@ -63,16 +63,16 @@ def fail(error: Exception, rank: OneRank | None) -> None:
 
 
 def failure(rank: int, message: str, status: int = 1) -> dict[str, Any]:
-    """Return what is recorded of a rank that has failed, for all ranks to end with; an empty message is not printed."""
+    """Return the record of a rank that has failed, with which all ranks end; an empty message is not printed."""
     return {"rank": rank, "machine": machine(), "status": status, "message": message, "kind": "error"}
 
 
 def ranks_store(address: str, port: int | str, timeout_seconds: float) -> Any:
     """Return a connection to the store of the ranks that were started together (torch.distributed.Store)."""
-    import torch.distributed as dist  # here: the import takes seconds
+    import torch.distributed as dist  # here, since the import takes seconds
 
     timeout = timedelta(seconds=timeout_seconds)
     store = dist.TCPStore(address, int(port), is_master=False, timeout=timeout, wait_for_workers=False)
-    # The launcher's agent has a new store for each attempt; torchrun's keeps one, also for ranks before a restart.
+    # The launcher's agent has a new store for each attempt; torchrun's agent keeps one store over restarts.
     attempt = "0" if process.STARTED_BY in os.environ else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"titanlite/{attempt}", store)

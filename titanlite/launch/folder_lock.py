@@ -1,8 +1,8 @@
 """A lock on a folder for one process of all nodes that share it, which survives crashes.
 
 The lock is a file that names its holder. On the holder's own node the process table tells whether the holder is alive.
-From another node or container only its heartbeat does: a counter in the file, which increases every few seconds. Who
-waits compares counters and never clocks, which differ between nodes.
+On another node or in another container, only its heartbeat tells: a counter in the file, which increases every few
+seconds. A waiting process compares counters and never clocks, which differ between nodes.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from titanlite.launch.process_table import machine, process_start_time
 from titanlite.launch.progress import progress
 
 LARGEST_LOCK = 4096
-"""Bytes of a lock file that are read."""
+"""Bytes of a lock file that are read at most."""
 BEAT_OFFSET = len('{"beat": "')
 
 Name = Annotated[str, Field(max_length=256)]
@@ -43,19 +43,19 @@ class Holder(Record):
     beat: Annotated[str, Field(pattern=r"^[0-9]{12}$")]  # the first key, so that its bytes have a fixed place
     node: Name
     machine: Name
-    """One running kernel and one table of processes: process IDs can be compared only if it is equal."""
+    """Names a running kernel and a table of processes. Process IDs can be compared only if it is equal."""
     pid: Annotated[int, Field(ge=1, le=2**31 - 1)]
     start_time: Name
-    """When the process started; another process may have the same ID later."""
+    """When the process started, since another process may have the same ID later."""
     since: Name
     token: Name
-    """Random: it tells one lock from another."""
+    """A random text that tells one lock from another."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on node {show(self.node)}, since {show(self.since)}"
 
     def is_alive(self) -> bool | None:
-        """Return whether the process exists; None if that cannot be known here."""
+        """Return whether the process exists; None if this node cannot tell."""
         if self.machine != machine():
             return None
         start_time = process_start_time(self.pid)
@@ -63,7 +63,7 @@ class Holder(Record):
 
 
 def _read(path: Path) -> bytes | None:
-    """Return the content of a lock file; None if there is none. Raises ConfigError for what is no regular file."""
+    """Return the content of a lock file; None if there is none. Raises ConfigError if it is no regular file."""
     try:
         with open_file(path, buffering=0, flags=os.O_NOFOLLOW) as file:
             return file.read(LARGEST_LOCK)
@@ -82,7 +82,7 @@ def _parse(content: bytes | None) -> Holder | None:
 
 
 def _token(content: bytes | None) -> str:
-    """Return what tells a lock from others; "" if it names no holder."""
+    """Return the token of a lock; "" if the lock names no holder."""
     return getattr(_parse(content), "token", "")
 
 
@@ -91,20 +91,20 @@ class FolderLock:
     """Locks a folder as a context manager, or by `acquire` and `release`. A thread keeps the heartbeat meanwhile."""
 
     folder: Path
-    """It is created if it does not exist."""
+    """The folder to lock. It is created if it does not exist."""
     name: str
     purpose: str
-    """Begins the messages, as in 'job.dump_folder = "outputs"'."""
+    """The beginning of messages, as in 'job.dump_folder = "outputs"'."""
     advice: str
-    """Ends the message about a folder in use: what to do."""
+    """The end of the message about a folder in use, which says what to do."""
     lost: Callable[[str], None]
     """Called once with a message, in the heartbeat's thread, if another process took over the lock. That happens to a
     process that was suspended, or cut off from the file system, for longer than `patience`."""
     take_over: bool = True
-    """Whether to take over a lock of another node whose heartbeat has stopped, as is that of a dead process of this."""
+    """Whether to take over another node's lock whose heartbeat has stopped. This node's dead locks are always taken."""
     beat_seconds: float = 5.0
     patience: int = 6
-    """For how many heartbeats a lock must not change until its holder counts as dead."""
+    """Number of heartbeats for which a lock must not change until its holder counts as dead."""
     token, _beats, _thread = "", 0, None
 
     def __post_init__(self) -> None:
@@ -127,7 +127,7 @@ class FolderLock:
                 found = _read(self.path)
                 if found is not None and _token(found) != self.token and self._is_dead(found):
                     self._withdraw(found)
-            for left in self.folder.glob(f"{self.path.name}.*"):  # by processes that died while they took the lock
+            for left in self.folder.glob(f"{self.path.name}.*"):  # processes that died while taking it left these
                 left.unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError([f"{self.purpose}: cannot be written: {error.strerror}"]) from None
@@ -141,7 +141,7 @@ class FolderLock:
             self._released.set()
             self._thread.join()
             self._thread = None
-            with contextlib.suppress(OSError, ConfigError):  # what remains is the lock of a dead process
+            with contextlib.suppress(OSError, ConfigError):  # if it stays, it is a dead process's lock
                 found = _read(self.path)
                 if _token(found) == self.token:
                     self._withdraw(found)
@@ -151,14 +151,14 @@ class FolderLock:
         return _token(_read(self.path)) == self.token
 
     def _is_settled(self) -> bool:
-        """Return whether the lock is still this process's after a moment. Another one that had found the dead lock
-        before may just be renaming this one, see _withdraw, and the gap lets a third one in."""
+        """Return whether this process still holds the lock after a moment. Another process that had found the dead lock
+        may just be renaming this one (see _withdraw), and in the gap a third process can create its own."""
         time.sleep(min(self.beat_seconds / 2, 0.1))
         return self.is_held()
 
     def _create(self) -> bool:
-        """Create the lock file; return False if there is one. For a moment it is empty, as it stays if this process
-        dies then: whoever reads it waits for it to change."""
+        """Create the lock file; return False if there is one. The file is empty for a moment, and stays empty if this
+        process dies then: a process that reads an empty file waits for it to change."""
         holder = Holder(
             beat=f"{self._beats:012}",
             node=platform.node()[:256],
@@ -180,9 +180,9 @@ class FolderLock:
         return True
 
     def _withdraw(self, found: bytes | None) -> None:
-        """Remove the lock file if its content is the one found. It is renamed first: two processes may be about to
-        remove the same dead lock, and the later one must not remove the new lock of the other. If a third one has
-        created a lock in the gap, it notices: it has not settled yet."""
+        """Remove the lock file if its content is still `found`. It is renamed first: two processes may be about to
+        remove the same dead lock, and the later one must not remove the new lock of the earlier one. A third process
+        that has created a lock in the gap notices that, since its lock has not settled yet."""
         aside = self.path.with_name(f"{self.path.name}.{self.token}.old")
         with contextlib.suppress(FileNotFoundError):
             os.rename(self.path, aside)
@@ -192,8 +192,8 @@ class FolderLock:
                 os.rename(aside, self.path)
 
     def _is_dead(self, found: bytes) -> bool:
-        """Return whether a lock's holder is dead, and say so; False: the lock has changed, look again. Raises
-        FolderInUse if the holder is alive, or is dead and may not be taken over."""
+        """Return True, and print a line, if a lock's holder is dead; return False if the lock has changed.
+        Raises FolderInUse if the holder is alive, or if it is dead and its lock may not be taken over."""
         holder = _parse(found)
         who = str(holder) if holder else "an unknown process (the lock is damaged)"
         alive, which = holder.is_alive() if holder else None, "which is dead"
@@ -212,8 +212,8 @@ class FolderLock:
         return True
 
     def _watch(self, found: bytes, who: str) -> bytes | None:
-        """Return the lock file's content as soon as it is not the one found, or the latter if it stays. Looks are
-        counted, not time: while this process is suspended, so may be the other."""
+        """Return the lock file's content as soon as it differs from `found`, or `found` if it stays. Reads are counted,
+        not time: while this process is suspended, the holder may be suspended, too."""
         looks_per_beat = 10
         with progress(f"{self.purpose}: waiting for a heartbeat of {who}"):
             for _ in range(looks_per_beat * self.patience):
@@ -225,7 +225,7 @@ class FolderLock:
 
     def _keep_beating(self) -> None:
         while not self._released.wait(self.beat_seconds):
-            # A file system that cannot be written now is no loss: others take the file over only when that lasts.
+            # A short failure of the file system loses nothing: others take the lock over only after a long one.
             with contextlib.suppress(OSError, ConfigError):
                 if winner := self._beat():
                     self.lost(f"{self.purpose}: the lock {self.path} was taken over by {winner}")

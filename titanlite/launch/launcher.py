@@ -37,7 +37,7 @@ from titanlite.launch.other_processes import listen_as_launcher
 from titanlite.launch.process import ENDS_WITH_STDIN, LOG_FOLDER, STARTED_BY, available_cores
 
 BYTES_PER_PARAMETER = 6
-"""Persistent memory of a parameter, at least: weight, exp_avg and exp_avg_sq in bfloat16."""
+"""Least persistent memory of a parameter, in bytes: weight, exp_avg and exp_avg_sq in bfloat16."""
 VARIABLES = {
     "NNODES": ("[1-9][0-9]{0,8}(:[1-9][0-9]{0,8})?", "an integer >= 1"),
     "LOG_RANK": ("[0-9]{1,9}(,[0-9]{1,9})*", "ranks of this node, as in 0,1"),
@@ -46,7 +46,7 @@ VARIABLES = {
     "MASTER_ADDR": (r"[\w.-]+|[0-9a-fA-F:.]+(%\w+)?", "the name of a node, or its IP address"),
     "JOB_ID": ("[^\0-\x1f\x7f\ud800-\udfff]+", "text without control characters"),
 }
-"""Environment variables with text: a pattern, and what it stands for."""
+"""Environment variables with text: a pattern, and its description for messages."""
 
 
 def ranks_wanted(loaded: LoadedConfig[Config], environment: Mapping[str, str], n_devices: int) -> int:
@@ -96,7 +96,7 @@ def check_folders(loaded: LoadedConfig[Config]) -> None:
 
 def load_and_check(argv: list[str], use: Callable[[LoadedConfig[Config]], Any]) -> LoadedConfig[Config]:
     """Return a config. Raises ConfigError with the problems of its options, of its folders and, if the options are
-    right, of what `use` does with it."""
+    right, those that `use` raises for it."""
     problems, checks, (own, options) = list[str](), [use, check_folders], take_own(argv)
     try:
         loaded = load(options, own)
@@ -126,7 +126,7 @@ def nodes_of(environment: Mapping[str, str]) -> tuple[int, int]:
 
 
 def text_of(environment: Mapping[str, str], name: str, default: str = "") -> str:
-    """Return one of VARIABLES; a default if it is unset or empty. Raises ConfigError if it has not its pattern."""
+    """Return one of VARIABLES; a default if it is unset or empty. Raises ConfigError if it does not match."""
     pattern, expected = VARIABLES[name]
     if (text := environment.get(name) or default) and not re.fullmatch(pattern, text, re.ASCII):
         raise ConfigError([f"environment: {name} = {show(text)}: expected {expected}"])
@@ -146,12 +146,12 @@ def require_place(environment: Mapping[str, str], ranks: int = 1) -> None:
         count(environment, "MASTER_PORT", 1, 65535)
         count(environment, "NODE_RANK", 0, nodes - 1)
     first = min(text_of(environment, "LOG_RANK", "0").split(","), key=int)
-    count({"LOG_RANK": first}, "LOG_RANK", 0, ranks - 1)  # else no rank is shown
+    count({"LOG_RANK": first}, "LOG_RANK", 0, ranks - 1)  # a higher number would show no rank
 
 
 def launch_variables(loaded: LoadedConfig[Config]) -> dict[str, str]:
-    """Return the environment variables by which a rank finds its launcher, its config and the folder of its lines if
-    they are not shown. The folder is created, and the config written into it. Raises ConfigError if that fails."""
+    """Return the environment variables by which a rank finds its launcher, its config and the folder for its lines that
+    are not shown. Create the folder, and write the config into it. Raises ConfigError if that fails."""
     dump_folder = loaded.config.job.dump_folder
     folder = Path(dump_folder) / "logs"
     try:
@@ -177,7 +177,7 @@ def main(argv: list[str]) -> int:
     restarts = count(os.environ, "MAX_RESTARTS", 0)
     environment = environment_of_ranks(ranks) | launch_variables(loaded)
     raise_open_file_limit(2 * ranks * nodes_of(os.environ)[1] if os.environ.get("NODE_RANK", "0") == "0" else 0)
-    from titanlite.launch.agent import run_ranks  # here, since it imports torch: a mistake shows at once
+    from titanlite.launch.agent import run_ranks  # here, since it imports torch, and the checks above need not wait
 
     command = [sys.executable, "-m", "titanlite.rank", *argv]
     return run_ranks(command, ranks, environment, signals, max_restarts=restarts)
@@ -185,7 +185,7 @@ def main(argv: list[str]) -> int:
 
 def run_on_ranks(ranks: int, arguments: list[str]) -> int:
     """Run `titanlite` with these arguments on ranks of this node, with torchrun, and return its exit status. The ranks
-    end when this process does, and torchrun with them; Ctrl-C on a terminal reaches neither."""
+    and torchrun end when this process does; Ctrl-C on a terminal reaches neither of them directly."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
     command += [f"--nproc-per-node={ranks}", "-m", "titanlite", *arguments]
     environment = {**environment_of_ranks(ranks), ENDS_WITH_STDIN: "1"}
@@ -198,12 +198,12 @@ def run_on_ranks(ranks: int, arguments: list[str]) -> int:
 
 
 def environment_of_ranks(ranks: int) -> dict[str, str]:
-    """Return the environment variables of so many ranks of this node."""
+    """Return the environment variables for this number of ranks on this node."""
     return {
         # torchrun's agent gives each rank one thread; on a CPU they share the cores instead.
         "OMP_NUM_THREADS": str(max(available_cores() // ranks, 1)),
-        # Fewer, larger segments: less memory lost to fragmentation. The older name of this variable,
-        # PYTORCH_CUDA_ALLOC_CONF, is read too (2.11 warns of it, 2.13 prefers it), so whoever sets that one means it.
+        # Fewer, larger segments lose less memory to fragmentation. The older name of this variable,
+        # PYTORCH_CUDA_ALLOC_CONF, is read, too (2.11 warns of it, 2.13 prefers it), so a user's setting of it is kept.
         **({} if "PYTORCH_CUDA_ALLOC_CONF" in os.environ else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
         **{name: text for name, text in os.environ.items() if text or name != "OMP_NUM_THREADS"},
     }

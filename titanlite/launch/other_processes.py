@@ -1,4 +1,4 @@
-"""The processes that a launcher or a command starts: signals that are passed on to them, and their ends."""
+"""The processes that a launcher or a command starts: passing signals on to them, and waiting for their end."""
 
 import contextlib
 import functools
@@ -35,7 +35,7 @@ class LauncherSignals(Signals):
         self.pass_on()
 
     def pass_on(self) -> None:
-        """If the launcher is to stop, send SIGTERM to the ranks that have had no signal. Called every now and then."""
+        """If the launcher is to stop, send SIGTERM to the ranks that have had no signal. It is called periodically."""
         self.ranks_exist = self.ranks_exist or bool(children(os.getpid()))
         if self.stopping:
             ranks = set(children(os.getpid())) - self._stopped
@@ -72,7 +72,7 @@ def children(process: int) -> list[int]:
 
 
 def wait_for_end(processes: Collection[int], seconds: float) -> None:
-    """Wait until processes have ended, for so many seconds at most."""
+    """Wait until processes have ended, for at most `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and any(map(process_start_time, processes)):
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""What a process does before it imports torch: it listens to signals, and a rank ends when its launcher dies.
+"""The first actions of a process, before it imports torch: it handles signals, and a rank ends with its launcher.
 
     SIGTERM, SIGHUP    stop: finish the step, save a checkpoint, exit with 0
     SIGINT             the same; a second one ends the process at once, with 1
@@ -32,7 +32,7 @@ ENDS_WITH_STDIN = "TITANLITE_ENDS_WITH_STDIN"
 STOPPED = 128 + signal.SIGTERM
 """Exit status of a rank that was asked to stop before it had anything to save."""
 SECONDS_OF_A_STALL = 10
-"""How long a terminal or a pipe that takes nothing, as after Ctrl-S, is waited for: less than a rank that hangs."""
+"""Seconds to wait for a terminal or a pipe that takes nothing, as after Ctrl-S: fewer than until a rank hangs."""
 LOG_FOLDER = "TITANLITE_LOG_FOLDER"
 """Environment variable: the folder where each rank writes its lines, to the console too if LOG_RANK names it."""
 
@@ -56,7 +56,7 @@ class Signals:
 
     @property
     def asked_to_save(self) -> bool:
-        """Whether a save was asked for since the last one."""
+        """Whether a signal has asked for a save since the last save."""
         return self.saves > self.answered_saves
 
     def listen(self, received: Callable[[int], None]) -> None:
@@ -65,12 +65,12 @@ class Signals:
         os.set_blocking(write_end, False)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         for number in SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, lambda number, frame: None)
 
         def read() -> None:
             while numbers := os.read(read_end, 64):
-                for number in filter(SIGNALS.__contains__, numbers):  # any with a handler in Python comes here
+                for number in filter(SIGNALS.__contains__, numbers):  # all signals with a Python handler come here
                     received(number)
 
         threading.Thread(target=read, name="signals", daemon=True).start()
@@ -82,7 +82,7 @@ class Signals:
             self.saves += 1
             return
         if number == signal.SIGINT:
-            # A scheduler's SIGINT to all processes comes twice, from it and from the launcher.
+            # A scheduler's SIGINT to all processes comes twice, from the scheduler and from the launcher.
             self._interrupts += time.monotonic() - self._interrupted > 0.5
             self._interrupted = time.monotonic()
         if self._interrupts > 1:
@@ -105,24 +105,24 @@ class Signals:
 
 
 at_exit: list[Callable[[], None]] = []
-"""What is to be done before the process ends, however it does, except by SIGKILL."""
+"""Functions to call before the process ends in any way except by SIGKILL."""
 _ending = threading.RLock()
 
 
 def begin_to_end() -> None:
-    """Let one thread at a time end the process: for the others this never returns."""
+    """Let one thread at a time end the process. For other threads, this call never returns."""
     if not _ending.acquire(blocking=False):
         threading.Event().wait()
 
 
 def clean_up() -> None:
-    """Do what `at_exit` has, for at most two seconds each: a folder on a disk that hangs must not stop the end."""
+    """Call the functions of `at_exit`, for at most two seconds each: a hanging disk must not stop the end."""
     while at_exit:
         with_deadline(at_exit.pop())
 
 
 def with_deadline(call: Callable[[], None], seconds: float = 2.0) -> None:
-    """Call a function, and wait so long for its end. Its errors are ignored."""
+    """Call a function, and wait at most `seconds` for its end. Its errors are ignored."""
 
     def run() -> None:
         with contextlib.suppress(Exception):
@@ -138,13 +138,13 @@ signals = Signals()
 console = 2
 """File descriptor of the terminal's, or the launcher's, standard error: also of a rank whose lines are hidden."""
 log = 2
-"""File descriptor of this rank's file in logs/: that of standard error if its lines are hidden, or it has none."""
+"""File descriptor of this rank's file in logs/. It is 2 if standard error is that file, or if there is no file."""
 
 
 def prepare(*, is_command: bool) -> None:
-    """Make a process independent of its surroundings. Ignore variables of a rank that a notebook has left; those of a
-    rank that is no command may be set by hand. Open closed standard streams, whose numbers files would get. Show what
-    their encoding lacks as escapes. Give a user without an account the name and the home that libraries ask for."""
+    """Make a process independent of its surroundings. In a command, ignore a rank's variables that a notebook has left;
+    a rank's may be set by hand. Open closed standard streams, whose numbers files would get. Show characters that their
+    encoding lacks as escapes. Give a user without an account the name and the home that libraries ask for."""
     keep_children_safe()
     if "TORCHELASTIC_RUN_ID" not in os.environ and (is_command or "WORLD_SIZE" not in os.environ):
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
@@ -171,7 +171,7 @@ def start_rank() -> None:
         return
     prepare(is_command=False)
     signals.listen(signals.received_by_rank)
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # else a shell may have started it, which may end before it
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is torchrun, not a shell, which may end first
         _end_with_parent()
     if folder := os.environ.get(LOG_FOLDER):
         keep_log(folder)
@@ -208,7 +208,7 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # sys/prctl.h: PR_SET_PDEATHSIG
     else:
         end_after(wait, "parent")
-    if os.getppid() != parent:  # it has ended already
+    if os.getppid() != parent:  # the parent has ended already
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -244,10 +244,10 @@ _stalled: set[int | IO[str]] = set()
 
 
 def takes_text(file: int | IO[str]) -> bool:
-    """Return whether a file can be written without waiting. A terminal or a pipe that has stalled is waited for once;
-    until it takes something again, what is written to it is lost."""
+    """Return whether a file can be written without waiting. For a terminal or a pipe that has stalled, wait once; until
+    it takes something again, all text for it is lost."""
     poll = select.poll()
-    with contextlib.suppress(ValueError):  # of a stream that is no file
+    with contextlib.suppress(ValueError):  # a stream that is no file
         poll.register(file, select.POLLOUT)
         if not poll.poll(0 if file in _stalled else SECONDS_OF_A_STALL * 1000):
             _stalled.add(file)
@@ -257,15 +257,15 @@ def takes_text(file: int | IO[str]) -> bool:
 
 
 def append(file: int, text: str) -> None:
-    """Write to a file descriptor; errors are ignored, as those of a full disk."""
+    """Write to a file descriptor, and ignore errors, as those of a full disk."""
     with contextlib.suppress(OSError):
         if takes_text(file):
             os.write(file, text.encode(errors="backslashreplace"))
 
 
 def print_to_console(text: str, *, hidden: bool = False) -> None:
-    """Write a line, or those of a traceback, where the user sees it, also from a rank whose lines are hidden, and to
-    the rank's file; with `hidden`, only to the file. It may have text of others, so control characters are escaped."""
+    """Write a line, or the lines of a traceback, to the user's console, even from a rank whose lines are hidden, and to
+    the rank's file; with `hidden`, only to the file. Control characters are escaped: the text may be untrusted."""
     from titanlite.config.loader import printable  # here, since signals are handled before pydantic is imported
 
     text = printable(text, keep="\n\t")
@@ -294,7 +294,7 @@ class UnfailingStream:
         line, self._line = self._line, ""
         if line and log != 2:
             append(log, line)
-        with contextlib.suppress(OSError, ValueError):  # the second: it is closed
+        with contextlib.suppress(OSError, ValueError):  # ValueError: the stream is closed
             if takes_text(self._stream):
                 self._stream.write(line)
                 self._stream.flush()

@@ -1,4 +1,4 @@
-"""The process group of all ranks: the device of each, and how long collectives may take."""
+"""The process group of all ranks, the device of each rank, and the timeouts of collectives."""
 
 import contextlib
 import os
@@ -34,7 +34,7 @@ def log_rank0(message: str) -> None:
 
 
 def watch(launch: Launch, comm: Comm, dump_folder: str) -> OneRank:
-    """Return what ends this rank after an error: if there are others, the Watchdog, which watches them."""
+    """Return the object that ends this rank after an error: a Watchdog, if there are other ranks to watch."""
     if launch.world_size == 1:
         return OneRank(launch)
     from titanlite.launch.watchdog import Watchdog  # here, since one rank watches no other
@@ -61,7 +61,7 @@ def process_group(
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
             os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", os.path.join(dump_folder, "flight_recorder_rank_"))
-    # A gloo rank connects to another when it first sends to it. Otherwise it connects to all, in every group.
+    # With this, a gloo rank connects to another when it first sends to it; otherwise to all ranks, in every group.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     raise_open_file_limit()
     # gloo beside NCCL is for tensors in host memory: the data's identity, steps of checkpoints, the last barrier.
@@ -69,9 +69,9 @@ def process_group(
     timeout = _backstop(comm.init_timeout_seconds)
     arguments: dict[str, Any] = {}
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    if launch.world_size == 1:  # needs no port
+    if launch.world_size == 1:  # one rank needs no port
         arguments = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    elif not re.fullmatch(r"[\w.:%-]+:[1-9][0-9]{0,4}", where):  # not torchrun has set it
+    elif not re.fullmatch(r"[\w.:%-]+:[1-9][0-9]{0,4}", where):  # torchrun has not set it
         raise ConfigError([f"environment: MASTER_ADDR:MASTER_PORT = {show(where)}: expected the place of rank 0"])
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # torchrun's agent keeps its store when it starts ranks anew (torch 2.11 to 2.13), with the addresses of the
@@ -85,7 +85,7 @@ def process_group(
 
         require_same(options)
     yield
-    # Only on success: after an exception the other ranks may never reach a barrier.
+    # There is a barrier only on success: after an exception the other ranks may never reach it.
     dist.barrier()
     dist.destroy_process_group()
 
@@ -110,7 +110,7 @@ def set_group_timeout(group: dist.ProcessGroup, seconds: int) -> None:
 
 
 def _backstop(seconds: int) -> timedelta:
-    """Return the timeout of process groups. It is longer than the watchdog's, which tells which rank hangs."""
+    """Return the timeout of process groups. It is longer than the watchdog's, so that the watchdog names the rank."""
     return timedelta(seconds=seconds + BACKSTOP_SECONDS)
 
 

@@ -1,7 +1,7 @@
-"""What a process does: lines about long work that a log file keeps, and the activity that the watchdog looks at.
+"""The progress of a process: lines about long work, which a log file can keep, and the activity of the main thread.
 
-Any program may note its activity; only a rank of a training run has a watchdog, which tells a rank that hangs from a
-slow one by it.
+Any program may note its activity. Only a rank of a training run has a watchdog, which tells a hanging rank from a slow
+one by the activity.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from datetime import timedelta
 from titanlite.config.loader import printable
 
 COMPILES = "forward and backward"
-"""The activity that may take long on all ranks alike, in the first step."""
+"""The activity that may take long on all ranks in the first step, which compiles."""
 INTERVAL_SECONDS = 10.0
 """Seconds until the first line, and between two lines. Work that is shorter prints nothing."""
 
@@ -24,9 +24,9 @@ INTERVAL_SECONDS = 10.0
 def progress(
     description: str, *, total: int | None = None, unit: str = "", enabled: bool = True
 ) -> Iterator[Callable[..., None]]:
-    """Print a line to standard error every 10 seconds while the body runs: what it does, how much of `total` is done,
-    if that is known, and the time; with enabled=False, as on all ranks except one, nothing. Yield a function to
-    call with the amount done since the last call and, if wanted, a text to add to the line."""
+    """Print a line to standard error every 10 seconds while the body runs: the description, how much of `total` is
+    done, if that is known, and the time. With enabled=False, as on all ranks except one, print nothing. Yield a
+    function to call with the amount done since the last call and, if wanted, a text to add to the line."""
     begin, done, details, finished = time.monotonic(), 0, "", threading.Event()
 
     def advance(amount: int = 1, text: str = "") -> None:
@@ -49,7 +49,7 @@ def progress(
 
 
 def progress_line(description: str, done: int, total: int | None, unit: str, seconds: float) -> str:
-    """Return the line of some work after so many seconds: "validation: 10 of 40 batches, 0:00:20, 0:01:00 left"."""
+    """Return the line about some work after `seconds`: "validation: 10 of 40 batches, 0:00:20, 0:01:00 left"."""
     amount = [f"{done:,} of {total:,} {unit}"] if total is not None else [f"{done:,} {unit}"] if done else []
     left = [f"{timedelta(seconds=round(seconds / done * (total - done)))} left"] if total and done else []
     return f"{description}: {', '.join([*amount, str(timedelta(seconds=round(seconds))), *left])}"
@@ -72,16 +72,16 @@ def now() -> float:
 
 @dataclasses.dataclass
 class Activity:
-    """One thing that the main thread does."""
+    """One activity of the main thread."""
 
     name: str = "starting"
     step: int = 0
     number: int = 0
-    """How many activities it has begun: of two ranks, the one with the smaller number is behind."""
+    """Number of activities begun before: of two ranks, the one with the smaller number is behind."""
     since: float = dataclasses.field(default_factory=now)
-    """When it began, or made progress last, by `now`."""
+    """When the activity began, or last made progress, by `now`."""
     limited: bool = True
-    """Whether it counts as a hang when it takes too long."""
+    """Whether the activity counts as a hang if it takes too long."""
 
     def __str__(self) -> str:
         return f"step {self.step}: {self.name}" if self.step else self.name
@@ -90,14 +90,14 @@ class Activity:
 current = Activity()
 train_timeout: float | None = None
 """comm.train_timeout_seconds, once the first step is done."""
-_longest: dict[str, float] = {}  # seconds that each activity has taken at most, by name
-_longest_at_first: dict[str, float] = {}  # the same until the first step was done, which compiles
+_longest: dict[str, float] = {}  # most seconds that each activity has taken, by name
+_longest_at_first: dict[str, float] = {}  # the same, up to the end of the first step, which compiles
 
 
 def mark(name: str, step: int | None = None, *, limited: bool = True) -> None:
-    """Note what the main thread begins to do now; `step` remains the last one if it is not given.
+    """Note the activity that the main thread begins now; without a `step`, the last step remains.
 
-    With limited=False it may take any time, because another rank's activity, which it waits for, is limited.
+    With limited=False it may take any time, because it waits for another rank, whose own activity is limited.
     """
     global current
     begin, last = now(), current
@@ -106,13 +106,13 @@ def mark(name: str, step: int | None = None, *, limited: bool = True) -> None:
 
 
 def alive() -> None:
-    """Note that the activity makes progress. What other threads than the main one do does not count."""
+    """Note that the activity makes progress. A call from any thread except the main thread does nothing."""
     if threading.current_thread() is threading.main_thread():
         current.since = now()
 
 
 def first_step_done(timeout_seconds: float) -> None:
-    """Note that the first step is done. From now on another timeout holds, and what takes long is not compilation."""
+    """Note that the first step is done. From now on `timeout_seconds` is the timeout of activities."""
     global train_timeout
     mark("end of the first step")
     train_timeout = timeout_seconds
@@ -121,8 +121,8 @@ def first_step_done(timeout_seconds: float) -> None:
 
 
 def is_over(init_timeout_seconds: float) -> bool:
-    """Return whether the activity takes too long: the timeout longer than it ever has before. Until the first step is
-    done, and for an activity that is new then and may compile, such as validation, that is the timeout at the start."""
+    """Return whether the activity takes too long: more than the longest time that it has taken before plus the timeout.
+    Until the first step is done, and for an activity that is new then and may compile, this is the initial timeout."""
     before = _longest.get(current.name, _longest_at_first.get(current.name))
     timeout = init_timeout_seconds if before is None or train_timeout is None else train_timeout
     return current.limited and now() - current.since > timeout + (before or 0.0)

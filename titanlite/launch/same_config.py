@@ -1,4 +1,4 @@
-"""All ranks must have the same config and data. Each node reads files of its own, which may be old copies."""
+"""Checks that all ranks have the same config and code. Each node reads its own files, which may be old copies."""
 
 import itertools
 import json
@@ -24,7 +24,7 @@ def code() -> dict[str, str]:
 
 def require_same(options: Mapping[str, Any]) -> None:
     """Raise ConfigError, with one line that is the same on all ranks, if options, or the files of the package, differ
-    between ranks. Every rank must call it. Only a hash of them is sent, unless they differ."""
+    between ranks. Every rank must call it. Only their hash is sent, unless they differ."""
     options = {**options, **dict(sorted(code().items()))}
     own_hash = int(checksum(json.dumps(options).encode()), 16) >> 1  # an int64
     extremes = torch.tensor([own_hash, -own_hash])
@@ -47,7 +47,7 @@ def require_same(options: Mapping[str, Any]) -> None:
 
 
 def name_ranks(ranks: list[int]) -> str:
-    """Return rising numbers of ranks as text, as in "ranks 0-3, 8"."""
+    """Return ascending numbers of ranks as text, as in "ranks 0-3, 8"."""
     texts, position = [], itertools.count()
     for _, run in itertools.groupby(ranks, lambda rank: rank - next(position)):
         first, *others = run

@@ -1,9 +1,9 @@
 """Finds the rank that hangs or has died, and ends all ranks with the true cause.
 
-Each rank has a thread that writes a heartbeat to the store of the launch, beside the collectives, which may hang. A
-rank is silent if its neighbour sees no new heartbeat for the timeout; it hangs if its main thread has been at the same
-activity for the timeout longer than this has taken before. The first rank that finds or has a failure records it in
-the store; all others read it there within seconds, and end.
+Each rank has a thread that writes a heartbeat to the store of the launch, without collectives, which may hang. A rank
+is silent if its neighbour sees no new heartbeat for the timeout. It hangs if its main thread has been at one activity
+for longer than the longest time that this activity took before plus the timeout. The first rank that finds or has a
+failure records it in the store; all others read it there within seconds, and end.
 
 Keys in the store, below titanlite/ATTEMPT/: `end`, the failure; `rank/N`, the heartbeat of rank N; both JSON.
 """
@@ -31,7 +31,7 @@ from titanlite.launch.other_processes import children, send, wait_for_end
 from titanlite.launch.process_table import machine
 
 INTERVAL_SECONDS = 1.0
-"""Between two heartbeats, for up to 1,024 ranks; with more ranks less often, so that the store has 1,024 a second."""
+"""Seconds between two heartbeats, for up to 1,024 ranks; longer with more, so that the store gets 1,024 per second."""
 
 
 class Watchdog(OneRank):
@@ -43,9 +43,9 @@ class Watchdog(OneRank):
         self.machine = machine()
         self.interval = max(INTERVAL_SECONDS, launch.world_size / 1024)
         self._requests: queue.Queue[tuple[dict[str, Any], queue.Queue[dict[str, Any]]]] = queue.Queue()
-        self._answered = progress.now()  # when the store did last
+        self._answered = progress.now()  # the store's last answer
         self._finished, self._begun = threading.Event(), False
-        self._looked = -math.inf  # when the heartbeats of all ranks were read last
+        self._looked = -math.inf  # the last time that this rank read all heartbeats
         self._store: Any = None
 
     @property
@@ -61,14 +61,14 @@ class Watchdog(OneRank):
                 threading.Thread(target=target, name=f"watchdog{target.__name__}", daemon=True).start()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:  # after an exception it goes on until `end`
+        if kind is None:  # after an exception the threads run until `end`
             self._finished.set()
 
     # Failures of this rank -------------------------------------------------------------------------------------------
 
     def end(self, message: str, status: int, *, lost_connection: bool = False) -> None:
         """End this process because of an error, and with it all ranks. The first failure of all ranks is printed, once
-        for each node. With lost_connection, that of another rank is waited for."""
+        for each node. With lost_connection, wait for the failure of another rank."""
         deadline = time.monotonic() + RECORD_SECONDS
         while lost_connection and self._begun and time.monotonic() < deadline:
             time.sleep(0.1)  # the thread ends this process when it reads a record
@@ -82,7 +82,7 @@ class Watchdog(OneRank):
         return failure(self.launch.rank, message, status) | more
 
     def _recorded(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Return the first failure of all ranks: this one, unless the store has one already or does not answer."""
+        """Return the first failure of all ranks: `record`, unless the store already has one."""
         if self._begun:
             answer: queue.Queue[dict[str, Any]] = queue.Queue()
             self._requests.put((record, answer))
@@ -102,7 +102,7 @@ class Watchdog(OneRank):
                 send([hanging["process"]], signal.SIGKILL)  # stopped, it would not end by itself
         process.clean_up()
         if record["message"]:
-            if speaks and self.launch.local_world_size > 1:  # so that what this rank prints is the last line
+            if speaks and self.launch.local_world_size > 1:  # this rank's message must be the last line
                 wait_for_end({*children(os.getppid())} - {os.getpid()}, RECORD_SECONDS)
             process.print_to_console(record["message"], hidden=not speaks)
         process.exit_process(record["status"])
@@ -120,7 +120,7 @@ class Watchdog(OneRank):
     # Heartbeats ------------------------------------------------------------------------------------------------------
 
     def _beat(self) -> None:
-        """Write heartbeats, read the next rank's, and record failures: in a thread, since the store may take long."""
+        """Write heartbeats, read the next rank's, and record failures. It is a thread, since the store may be slow."""
         rank, neighbour = self.launch.rank, (self.launch.rank + 1) % self.launch.world_size
         own, theirs = f"rank/{rank}", f"rank/{neighbour}"
         last_beat, seen, failing_since, numbers = None, 0.0, None, itertools.count()
@@ -155,7 +155,7 @@ class Watchdog(OneRank):
         return {"beat": number, **place, **now, "seconds": round(progress.now() - activity.since)}
 
     def _write_end(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Record a failure, unless there is one, and return the first."""
+        """Record a failure, unless the store has one, and return the first failure."""
         return json.loads(self._store.compare_set("end", "", json.dumps(record)))
 
     def _own_hang(self) -> dict[str, Any] | None:
@@ -164,7 +164,7 @@ class Watchdog(OneRank):
         if not progress.is_over(self.comm.init_timeout_seconds) or now - self._looked < 60:
             return None
         self._looked = now
-        if world_size > 64:  # one, then two, four, ... in a second: the first that finds the cause saves the others it
+        if world_size > 64:  # twice as many ranks look each second, until one finds the cause
             time.sleep(math.log2(1 + self.launch.rank))
             if self._store.check(["end"]):
                 return None
@@ -182,7 +182,7 @@ class Watchdog(OneRank):
             f"at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {reason}; the first node, its launcher "
         )
         message += "or the network has failed"
-        self._end(self._record(message if self.launch.local_rank == 0 else ""))  # once for a node
+        self._end(self._record(message if self.launch.local_rank == 0 else ""))  # once per node
 
     def _hang(self, silent: int | None = None) -> dict[str, Any] | None:
         """Return the record of a hang: of a silent rank, or of the ranks that are behind all others; None if all ranks
@@ -204,7 +204,7 @@ class Watchdog(OneRank):
         else:
             least = min(beat["number"] for beat in beats.values())
             last = [rank for rank, beat in beats.items() if beat["number"] == least]
-            # Of ranks at the same activity, those without a limit wait for the one that has one.
+            # At the same activity, ranks without a limit wait for a rank with one.
             behind = [rank for rank in last if beats[rank]["limited"]] or last
             first = beats[behind[0]]
             hanging = {"rank": behind[0], **first}

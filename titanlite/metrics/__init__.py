@@ -1,1 +1,1 @@
-"""What a run writes and says: console, metrics.jsonl, TensorBoard, profiles, its hardware and versions."""
+"""The outputs of a run: console, metrics.jsonl, TensorBoard, profiles, and a record of its hardware and versions."""

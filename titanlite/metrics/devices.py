@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field
 
 from titanlite.config.loader import Section, read_toml
 
-Rate = Annotated[float, Field(ge=1e-18, le=1e30)]  # with these bounds no quotient is 0 or infinite
+Rate = Annotated[float, Field(ge=1e-18, le=1e30)]  # these bounds keep quotients finite and above 0
 TwoRates = Annotated[list[Rate], Field(min_length=2, max_length=2)]
 ThreeRates = Annotated[list[Rate], Field(min_length=3, max_length=3)]
 FourRates = Annotated[list[Rate], Field(min_length=4, max_length=4)]
@@ -40,9 +40,9 @@ class MeasuredCollective(Section):
     ranks: Annotated[int, Field(ge=2)]
     """Ranks of the group."""
     nodes: Annotated[int, Field(ge=1)]
-    """Nodes that they are on."""
+    """Nodes that these ranks are on."""
     points: Points
-    """Bytes of the full tensor, and seconds; from fewer bytes to more."""
+    """Pairs of the bytes of the full tensor and the seconds, in ascending order of bytes."""
 
 
 class Measured(Section):
@@ -57,19 +57,19 @@ class Measured(Section):
     attention: Annotated[list[ThreeRates], Field(min_length=1)]
     """Tokens of a causal sequence, head_dim, and FLOP/s of the forward."""
     attention_backward: Annotated[list[ThreeRates], Field(min_length=1)]
-    """The same of the backward."""
+    """The same for the backward."""
     operators: Annotated[dict[str, Points], AfterValidator(_with_mul)]
     """Bytes read and written, and seconds, by operator, from fewer bytes to more; "mul" stands for all that are not
     named."""
     operator_seconds: Rate
     """How long the host takes to dispatch an operator, with autograd and modules, besides the operator itself."""
     dtensor_seconds: Rate
-    """How long it takes for an operator on DTensors, besides the operators that this one dispatches."""
+    """How long the host takes for an operator on DTensors, besides the operators that this operator dispatches."""
     slowdown: Annotated[float, Field(ge=0)]
-    """By which share a matrix product is slower while a collective runs beside it."""
+    """The fraction by which a matrix product is slower while a collective runs at the same time."""
     collectives: list[MeasuredCollective]
     spread: dict[str, Annotated[float, Field(ge=0)]]
-    """By which share each group of times may differ from what the plan expects."""
+    """The fraction by which each group of times may differ from what the plan expects."""
 
 
 class Device(Section):
@@ -94,17 +94,17 @@ class Device(Section):
     host_memory_bandwidth: Rate = 77e9
     """Bandwidth of the node's host memory, per device, bytes/s: the CPU's optimizer step under CPU offload."""
     storage_bandwidth: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """What a node writes to the folder of checkpoints, bytes/s; 0: unknown, the plan assumes a range."""
+    """Bandwidth of a node's writes to the folder of checkpoints, bytes/s; 0: unknown, the plan assumes a range."""
     watts: Rate
     """Power at full load, W."""
     devices_per_node: Annotated[int, Field(ge=1)]
     """Devices of a node, unless plan.devices_per_node says otherwise."""
     source: str
-    """Where the figures are from."""
+    """The source of the figures."""
     name_pattern: str = ""
     """Part of the name that torch.cuda.get_device_name reports; empty: none."""
     architecture: Literal["ampere", "hopper", "blackwell", "ada", "cdna3"] = "hopper"
-    """Whose efficiencies the plan takes (tools/plan/efficiency.py); of a CPU and where `measured` is, none."""
+    """Architecture whose efficiencies the plan uses (tools/plan/efficiency.py), except for a CPU or with `measured`."""
     kind: Literal["gpu", "cpu"] = "gpu"
     """cpu: operators run on the host itself, one after the other."""
     measured: Union[Measured, None] = None
@@ -118,5 +118,5 @@ DEVICES = {
 
 
 def find_by_gpu_name(name: str) -> Device | None:
-    """Return the device whose name torch.cuda.get_device_name reports, or None; narrower patterns stand first."""
+    """Return the device whose name torch.cuda.get_device_name reports, or None. Narrower patterns come first."""
     return next((device for device in DEVICES.values() if device.name_pattern and device.name_pattern in name), None)

@@ -1,7 +1,7 @@
 """TensorBoard's event files, written by the thread that trains.
 
-torch's SummaryWriter writes in a thread of its own, which ends for good at the first error, as on a full disk, and may
-leave part of a record, at which readers stop.
+torch's SummaryWriter writes in a thread of its own. At the first error, as on a full disk, that thread ends for good,
+and it may leave part of a record, at which readers stop.
 """
 
 import io
@@ -22,8 +22,8 @@ from titanlite.files.appended_file import AppendedFile
 
 
 class EventFile:
-    """Writes the events of one run, from `first_step` on, into a new file of a folder. Those that an earlier run of the
-    folder wrote for that step and later ones are no longer shown."""
+    """Writes the events of one run, from `first_step` on, into a new file of a folder. Events that an earlier run wrote
+    there for that step and later ones are no longer shown."""
 
     def __init__(self, folder: Path, first_step: int):
         name = f"events.out.tfevents.{time.time_ns() // 10**9:010}.{platform.node()}.{os.getpid()}"
@@ -32,7 +32,7 @@ class EventFile:
         self.begin(first_step)
 
     def begin(self, first_step: int) -> None:
-        """Begin at a step, anew: what was written for it and later ones before is no longer shown."""
+        """Begin again at a step: earlier events for this step and later ones are no longer shown."""
         self._write(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
 
     def _write(self, event: Event) -> None:

@@ -9,8 +9,8 @@ def flops_per_token(sizes: Mapping[str, int], model: Model, seq_len: int) -> int
     """Return the floating-point operations to train on one token: 6 N + 12 L H K T, the convention of torchtitan and of
     the PaLM paper (arXiv:2204.02311, appendix B), from the number of elements of each parameter of the full model.
 
-    N counts every weight that is multiplied with a token's activations: all but the input embeddings, which are
-    look-ups (a tied one is also the output head and counts), and of experts those that a token is sent to. 12 L H K T
+    N counts every weight that is multiplied with a token's activations. The input embedding does not count, since it is
+    a look-up, unless it is tied to the output head; of experts, those count that a token is sent to. 12 L H K T
     is attention without a causal mask, where T is at most the layer's sliding window; 6 L H (K + V) T if value heads
     have another width V (latent attention). Recomputed activations do not count.
     """

@@ -27,9 +27,9 @@ VALIDATION_LOSS = "validation_metrics/global_avg_loss"
 
 
 class PeakFlops:
-    """Finds the peak FLOP/s of one GPU, which model FLOPs utilization (MFU) is relative to: for bfloat16 on a known GPU
-    the data sheet's, otherwise that of the fastest of ten products of two square matrices. A CPU has none, since its
-    rate depends on what else its cores do. `source` says in words where `flops` is from."""
+    """Finds the peak FLOP/s of one GPU, to which model FLOPs utilization (MFU) is relative. For bfloat16 on a known GPU
+    it is from the data sheet, otherwise from the fastest of ten products of two square matrices. A CPU has none, since
+    its rate depends on what else its cores do. `source` says in words where `flops` is from."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
         self.flops, self.source = 0.0, "none on a CPU"
@@ -58,14 +58,14 @@ def peak_memory(device: torch.device) -> tuple[float, float]:
         stats = torch.cuda.memory_stats(device)
         torch.cuda.reset_peak_memory_stats(device)
         return stats["active_bytes.all.peak"] / 2**30, stats["reserved_bytes.all.peak"] / 2**30
-    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes there, KiB elsewhere
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, KiB elsewhere
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
     return peak, peak
 
 
 class ThroughputMeter:
-    """Measures one rank's step time, tokens per second and MFU. `tokens_per_step` are tokens of the global batch per
-    rank, `flops_per_token` what flops.flops_per_token returns."""
+    """Measures one rank's step time, tokens per second and MFU. `tokens_per_step` is the number of tokens of the global
+    batch per rank, and `flops_per_token` the result of flops.flops_per_token."""
 
     def __init__(self, device: torch.device, *, tokens_per_step: float, flops_per_token: int, peak: PeakFlops):
         self.device, self.tokens_per_step = device, tokens_per_step
@@ -127,7 +127,7 @@ def step_values(loss: float, largest: float, norm: float, lr: float, counts: Seq
 
 
 class Logger:
-    """The logger of all ranks but the first: it writes nothing."""
+    """The logger of all ranks except the first: it writes nothing."""
 
     def begin(self, last_step: int) -> None:
         """Prepare the files of a run that begins after a step."""
@@ -139,18 +139,18 @@ class Logger:
         """Write the texts that follow some prompts."""
 
     def remove_after(self, step: int) -> None:
-        """Remove what was logged of later steps, which the weights are no longer of."""
+        """Remove what was logged for later steps, since the weights are again those of this step."""
 
     def close(self) -> None:
-        """Write what a full disk has kept from being written, or say that it is lost."""
+        """Write the records that a full disk has delayed, or print that they are lost."""
 
 
 class MetricsLogger(Logger):
     """Writes rank 0's console lines, metrics.jsonl, TensorBoard and config.toml, whose text is `config`.
 
     A new run moves the files of an earlier one to previous/DATE. A resumed run removes what was logged after the step
-    that it resumes from; if it cannot, that raises ConfigError. Later, what cannot be written, as on a full disk, is
-    one line on stderr. `steps` is the run's last step.
+    that it resumes from, and raises ConfigError if it cannot. Later, if a file cannot be written, as on a full disk,
+    one line is printed to stderr. `steps` is the run's last step.
     """
 
     def __init__(self, dump_folder: Path, metrics: Metrics, *, steps: int, config: str):
@@ -172,7 +172,7 @@ class MetricsLogger(Logger):
         try:
             replace_file(self.folder / "config.toml", self.config.encode())
         except OSError as error:
-            report(str(self.folder / "config.toml"), error, "training goes on without it")
+            report(str(self.folder / "config.toml"), error, "training continues without it")
         if tb_folder:
             from titanlite.metrics.event_file import EventFile  # here: TensorBoard is imported by rank 0 only
 
@@ -180,7 +180,7 @@ class MetricsLogger(Logger):
             self.tensorboard.add_text("config", "\n".join(f"    {line}" for line in self.config.splitlines()))
 
     def log(self, step: int, values: Mapping[str, Any], seconds_per_step: float) -> None:
-        """Write values by tag to all three places; in metrics.jsonl, those that are not finite are null. A tensor is a
+        """Write values by tag to all three places. In metrics.jsonl, values that are not finite are null. A tensor is a
         histogram in TensorBoard."""
         histograms = {tag: value.tolist() for tag, value in values.items() if isinstance(value, Tensor)}
         values = {tag: value for tag, value in values.items() if tag not in histograms}
@@ -218,12 +218,12 @@ class MetricsLogger(Logger):
 def _move_to_previous(folder: Path, names: list[str]) -> None:
     previous, moved = folder / "previous" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S.%f"), []
     for path in (folder / name for name in names):
-        is_folder = path.is_dir()  # that of the event files; this run's lock stays in it
+        is_folder = path.is_dir()  # TensorBoard's folder stays, with this run's lock
         files = list(path.glob("events.out.tfevents.*")) if is_folder else [path] if path.exists() else []
         for file in files:
             target = previous / path.resolve().name if is_folder else previous
             target.mkdir(parents=True, exist_ok=True)
-            shutil.move(file, target)  # also to another file system
+            shutil.move(file, target)  # works across file systems
         moved += [path.name] if files else []
     if moved:
         print(f"moved an earlier run's {', '.join(moved)} to {previous}", flush=True)

@@ -9,7 +9,7 @@ import torch
 from titanlite.config.schema import Job, Profiling
 from titanlite.launch.progress import mark
 
-StepDone = Callable[[int], None]  # to call with the number of each step after it
+StepDone = Callable[[int], None]  # called after each step with its number
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def traces(folder: Path, freq: int, rank: int) -> Iterator[StepDone]:
         profiler.step()
 
     schedule = torch.profiler.schedule(wait=freq - 4, warmup=3, active=1)
-    with torch.profiler.profile(schedule=schedule, on_trace_ready=write) as profiler:  # of the CPU, and CUDA if there
+    with torch.profiler.profile(schedule=schedule, on_trace_ready=write) as profiler:  # CPU, and CUDA if any
         yield step_done
 
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from titanlite.config.schema import Job, Profiling
 
-StepDone = Callable[[int], None]  # to call with the number of each step after it
+StepDone = Callable[[int], None]  # called after each step with its number
 
 
 @contextmanager

@@ -17,7 +17,7 @@ def run_summary(
     attention = "12LDT" if model.n_heads * model.head_dim == model.dim else "12LHKT"
     attention = "6LH(K+V)T" if model.mla.kv_lora_rank else attention
     dataset = "own" if config.own.data else "mixture" if training.datasets else training.dataset
-    padding = "; tok/s and MFU count padding, too" * (training.packing == "best_fit")  # no other packing has any
+    padding = "; tok/s and MFU count padding, too" * (training.packing == "best_fit")  # best_fit alone pads
     of_flavor = SIZES.get(model.flavor, model.model_dump())["vocab_size"]
     larger = f" for the tokenizer ({model.flavor}: {of_flavor})" if model.vocab_size > of_flavor else ""
     windows = {layer.sliding_window for layer in model.of_layers()}
@@ -43,13 +43,13 @@ def run_summary(
 
 
 def account(positions: int, masked: int, padding: int, cut: int) -> str:
-    """Return the line of what became of all positions since the first step, and how many documents were cut."""
+    """Return the line about the use of all positions since the first step, and the number of documents cut."""
     trained = f"account    {positions - masked - padding:,} of {positions:,} positions trained on"
     return f"{trained}, {masked:,} masked, {padding:,} padding; {cut:,} documents cut by the end of a sequence"
 
 
 def family_summary(model: Model) -> str:
-    """Return the options that a plain Llama has not; empty for one, else with a comma at the end."""
+    """Return the options in which a model differs from a plain Llama, with a comma at the end; "" if there are none."""
     words = [f"head_dim {model.head_dim}"] if model.n_heads * model.head_dim != model.dim else []
     words += [f"{key} {rank}" for key, rank in model.mla if key.endswith("lora_rank") and rank]
     words += [f"attention_bias {model.attention_bias}"] if model.attention_bias != "none" else []
@@ -86,8 +86,8 @@ def bytes_per_state(dtype: str) -> float:
 def describe_precision(config: Config) -> str:
     """Return the dtypes of a run, and the bytes that a parameter takes over all ranks that it is sharded over.
 
-    The bytes count the weight, its gradient and its optimizer states: two, or with Muon the one of a matrix. They do
-    not count that embeddings and norms have two with Muon, and theirs in full precision where states are quantized.
+    The bytes are those of the weight, its gradient and its optimizer states: two, or with Muon one, as a matrix has.
+    They ignore that embeddings and norms have two with Muon, and states in full precision where others are quantized.
     """
     training, state = config.training, config.optimizer.state_dtype
     state_dtype = training.dtype if state == "auto" else state

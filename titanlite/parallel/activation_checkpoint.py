@@ -22,13 +22,13 @@ PRODUCTS += [getattr(torch.ops.aten, name).default for name in ("_scaled_mm", "_
 
 
 def _saved_operators(option: str) -> list[Any]:
-    """Return the operators whose results selective AC saves: attention, and unless `option` is that, all that are slow.
+    """Return the operators whose results selective AC saves: attention; unless `option` is "attention", all slow ones.
 
     A matrix product takes D operations per element and attention T, and a collective waits for other ranks. All else
     (norms, SwiGLU's product, casts) reads memory once. An all-gather is recomputed too, since its result is large."""
     names = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention", "attention_math")
     saved = [getattr(torch.ops.aten, f"_scaled_dot_product_{name}") for name in names]
-    if hasattr(torch.ops.titanlite, "tiled_attention"):  # it is imported by the layouts that use it
+    if hasattr(torch.ops.titanlite, "tiled_attention"):  # the layouts that use it import it
         saved.append(torch.ops.titanlite.tiled_attention)
     if option != "attention":
         names = ("reduce_scatter_tensor", "all_reduce", "all_to_all_single")
@@ -38,7 +38,7 @@ def _saved_operators(option: str) -> list[Any]:
 
 def _every_second_mm() -> Any:
     """Return the contexts of one call of a block under "every_second_mm", which saves its first, third, ... product."""
-    saved, counts = set(_saved_operators("op")), {False: 0, True: 0}  # by whether the forward is computed again
+    saved, counts = set(_saved_operators("op")), {False: 0, True: 0}  # products so far, by is_recompute
 
     def policy(context: SelectiveCheckpointContext, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         counts[context.is_recompute] += operator in PRODUCTS
@@ -52,8 +52,8 @@ def apply_activation_checkpoint(model: Llama, activation_checkpoint: ActivationC
     """Checkpoint the blocks of a model or a pipeline stage in place, before they are compiled.
 
     Full AC: every block saves its inputs only. Selective AC, "op": every block saves the results of its expensive
-    operators; "every_second_mm": those, but of every second matrix product only, as torchtitan does; "attention": every
-    block saves its inputs and the results of attention; N: of every N layers, one saves its inputs only.
+    operators; "every_second_mm": the same, except every second matrix product, as torchtitan does; "attention": every
+    block saves its inputs and the results of attention; N: one of every N layers saves its inputs only.
     """
     mode, option = activation_checkpoint.mode, activation_checkpoint.selective_ac_option
     if mode == "none":
@@ -65,7 +65,7 @@ def apply_activation_checkpoint(model: Llama, activation_checkpoint: ActivationC
         recompute = functools.partial(recompute, context_fn={"every_second_mm": _every_second_mm}.get(option, save))
     for number, block in model.layers.items():
         if by_operator and isinstance(block.feed_forward, RunsUncompiled):
-            # In two halves, since the compiler gets the first, and it has to see what is recomputed.
+            # The block is checkpointed in two halves: the compiler gets the first, and has to see what is recomputed.
             block.attend = checkpointed_half(recompute, block.attend)
             block.feed_forward.forward = _checkpointed(recompute, block.feed_forward.forward)
         elif mode == "full" or by_operator or int(number) % option == 0:
@@ -73,7 +73,7 @@ def apply_activation_checkpoint(model: Llama, activation_checkpoint: ActivationC
 
 
 def _checkpointed(recompute: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
-    def checkpointed_forward(*args: Any) -> Any:  # no functools.partial, so that it can be compiled
+    def checkpointed_forward(*args: Any) -> Any:  # a plain function, so that it can be compiled
         return recompute(forward, *args)
 
     return checkpointed_forward

@@ -1,5 +1,5 @@
-"""Attention backends for ring attention: they return the log-sum-exp with their output and take both back. Given the
-output and log-sum-exp over all keys but only some of the keys, their gradients are these keys' contributions to a sum.
+"""Attention backends for ring attention: the forward returns the output and its log-sum-exp; the backward takes both.
+If these are over all keys, a backward over some of the keys returns what these keys contribute to the gradients.
 
 torch's operators of these names are private. Their schemas were read from torch 2.11 and 2.13, which agree; every call
 to them is in this file. The three for CUDA ran on meta tensors, "flash" on a null CUDA (verification/null_cuda), none
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 aten = torch.ops.aten
-Grads = tuple[Tensor, Tensor, Tensor]  # of q, k and v
+Grads = tuple[Tensor, Tensor, Tensor]  # the gradients of q, k and v
 
 
 class AttentionBackend(NamedTuple):
@@ -45,7 +45,7 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tenso
 
 def _flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Grads:
     random, lengths = q.new_empty(0, dtype=torch.uint64), (q.shape[2], k.shape[2])
-    lse = lse.contiguous()  # the operator takes its memory to be dense
+    lse = lse.contiguous()  # the operator assumes that its memory is dense
     unpacked = None, None  # sequences are not packed one behind the other
     backward = aten._scaled_dot_product_flash_attention_backward
     return backward(grad, q, k, v, out, lse, *unpacked, *lengths, 0.0, causal, random, random)
@@ -64,18 +64,18 @@ def _cudnn_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, 
 
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))  # it has no GQA
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))  # this backend has no GQA
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)
-    return out, lse[..., : q.shape[2]]  # it comes padded to a multiple of 32
+    return out, lse[..., : q.shape[2]]  # the operator pads lse to a multiple of 32
 
 
 def _efficient_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Grads:
     n_kv_heads = k.shape[1]
     k, v = (x.repeat_interleave(q.shape[1] // n_kv_heads, dim=1) for x in (k, v))
     random = q.new_empty(0, dtype=torch.int64)
-    lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf).contiguous()  # padded as it came: exp(x - inf) is 0
+    lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf).contiguous()  # padded again: exp(x - inf) is 0
     if out.stride(2) != out.shape[1] * out.shape[3]:
-        out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the operator takes a token's heads to be adjacent
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the operator assumes adjacent heads of a token
     backward = aten._scaled_dot_product_efficient_attention_backward
     dq, dk, dv, _ = backward(grad, q, k, v, None, out, lse, random, random, 0.0, [True, True, True, False], causal)
     return dq, *(x.unflatten(1, (n_kv_heads, -1)).sum(2) for x in (dk, dv))
@@ -112,7 +112,7 @@ def _math_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
     weights = (_math_scores(q, k, causal) - lse.unflatten(1, (k.shape[1], -1)).unsqueeze(-1)).exp()
     grad = _grouped(grad, k)
     dv = torch.einsum("bgmts,bgmtk->bgsk", weights, grad)
-    # Of the softmax: each weight's gradient less their mean under the weights, which is grad . out.
+    # The softmax's backward: each weight's gradient less the mean gradient under the weights, which is grad . out.
     dweights = torch.einsum("bgmtk,bgsk->bgmts", grad, _precise(v))
     dscores = weights * (dweights - (grad * _grouped(out, k)).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
     dq = torch.einsum("bgmts,bgsk->bgmtk", dscores, _precise(k)).flatten(1, 2)
@@ -153,7 +153,7 @@ def _flash_window(window: int) -> dict[str, int]:
 
 
 PACKED_ATTENTION: dict[str, PackedAttention] = {"flash": PackedAttention(_flash_packed_forward, _flash_packed_backward)}
-"""By the name of the attention backend. The others are called once for each document, and in blocks of a window."""
+"""Backends with packed attention, by name. The others are called once for each document, and in blocks of a window."""
 ATTENTION_BACKENDS: dict[str, AttentionBackend] = {
     "cpu": AttentionBackend(_cpu_forward, _cpu_backward),
     "flash": AttentionBackend(_flash_forward, _flash_backward),  # float16 and bfloat16, K a multiple of 8

@@ -16,7 +16,7 @@ def apply_compile(model: Llama, compile: Compile) -> None:
     backend = backend_without_random_states(compile.backend)
     if "model" in compile.components:
         for block in model.layers.values():
-            name = "forward"  # not the block itself, since FSDP's hooks around it cannot be traced
+            name = "forward"  # the block itself has FSDP's hooks around it, which cannot be traced
             if isinstance(block.feed_forward, RunsUncompiled):
                 name = "attend"
                 block.feed_forward.compile_operators(compile.backend)

@@ -40,7 +40,7 @@ def apply_fsdp(model: Llama, layout: Layout, parallelism: Parallelism, training:
             units[-1], mesh_of = [*own, block], mesh_of | own
         else:
             fully_shard(block, **of_block)
-    # The backward of the last unit comes at once, so resharding it would gather its weights twice and save no memory.
+    # The last unit's backward follows its forward, so resharding it would gather its weights twice and save no memory.
     head = [module for module in (model.tok_embeddings if model.tied else None, model.norm, model.output) if module]
     if model.tok_embeddings and not model.tied:
         fully_shard(model.tok_embeddings, **of_block)
@@ -67,10 +67,10 @@ def axes_of(mesh: DeviceMesh, axis: str) -> DeviceMesh:
 
 
 def use_in_place(model: nn.Module, parallelism: Parallelism, training: Training) -> None:
-    """Have fully_shard compute with the weights of a single shard where they are, not with copies, if computation has
-    their type, and on one rank give the gradients to the shards. Call it before the first forward. fully_shard asks a
-    local tensor with these two methods what to gather, here nothing, and for the gathered weight, as it asks float8's
-    subclasses. Private: `_local_tensor` (tried on torch 2.11 and 2.13)."""
+    """Have fully_shard compute with the weights of a single shard in place, not with copies, if the compute dtype is
+    theirs; on one rank, also give the gradients to the shards. Call it before the first forward. fully_shard calls two
+    methods of a local tensor that has them, as of float8's subclasses: the first says what to gather, here nothing, and
+    the second returns the gathered weight. Private: `_local_tensor` (tried on torch 2.11 and 2.13)."""
     if training.mixed_precision_param != training.dtype or training.enable_cpu_offload:
         return
     shards = list(model.parameters())

@@ -15,7 +15,7 @@ AXES = ("pp", "dp_replicate", "fsdp", "tp")
 most come last. Weights are sharded over fsdp = dp_shard x ring x ulysses: the ranks that use the same weights for other
 tokens, either of other sequences (dp_shard) or of the same ones (context parallel = ring x ulysses)."""
 EXPERT_AXES = ("pp", "dp_replicate", "efsdp", "ep")
-"""Axes of the mesh that experts are sharded over: the ranks of fsdp x tp, in other groups."""
+"""Axes of the mesh that experts are sharded over: the ranks of fsdp x tp, grouped differently."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ def _layout(device_type: str, degrees: tuple[int, int, int, int, int, int], ep: 
     alone = dist.new_group([dist.get_rank()], **options) if math.prod(degrees) > 1 else dist.group.WORLD
 
     def group_along(axis: int, name: str, ranks: torch.Tensor, *, own: bool = False) -> dist.ProcessGroup:
-        """Return the group of the ranks along an axis; of all ranks it is the default one, unless it needs its own."""
+        """Return the group of the ranks along an axis. For all ranks, return the default group, except with `own`."""
         rows = ranks.movedim(axis, -1).flatten(0, -2)
         (members,) = rows[(rows == dist.get_rank()).any(1)].tolist()
         if len(members) == ranks.numel() and not own:

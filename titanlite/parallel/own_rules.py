@@ -1,4 +1,4 @@
-"""What a module of a block may do in its own way, where the general rules of parallelize.py do not fit it."""
+"""Interfaces for modules of a block that the general rules of parallelize.py do not fit."""
 
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,7 +19,7 @@ class RunsUncompiled(Protocol):
     """A `feed_forward` that torch.compile cannot take: its block is compiled and checkpointed in two halves."""
 
     def compile_operators(self, backend: str) -> None:
-        """Compile what can be compiled of it."""
+        """Compile the operators that can be compiled."""
 
     def fully_shard_block(self, block: nn.Module, *sections: Any, **settings: Any) -> dict[nn.Module, DeviceMesh]:
         """Shard its block by fully_shard with `settings`. Return the other units of the block, with their meshes.

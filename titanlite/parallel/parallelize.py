@@ -25,14 +25,14 @@ def parallelize(
     1. Tensor parallel replaces weights by DTensors on its axis, so everything after it sees this rank's heads and
        channels only. Experts are sharded with it, over its axis or their own.
     2. Context parallel replaces the inner product of attention, which gets this rank's heads from step 1.
-    3. Activation checkpointing wraps what a block computes, with 1 and 2 in it.
-    4. Compile takes a block with all of this in it, so that the compiler sees what is recomputed; but without FSDP's
-       hooks, which cannot be traced.
+    3. Activation checkpointing wraps what a block computes, steps 1 and 2 included.
+    4. Compile takes a block with all of this in it, so that the compiler sees what is recomputed. It comes before FSDP,
+       whose hooks cannot be traced.
     5. FSDP comes last, because fully_shard takes the parameters as everything before it left them.
 
     Float8 comes before all of it, since it replaces layers; and the model is split into pipeline stages before that.
-    All sections are of a resolved config: attention_backend is "auto" only where torch's own attention is enough, which
-    has no context parallel, no document mask, no sliding window shorter than the sequence and no sinks.
+    All sections are of a resolved config: attention_backend is "auto" only where torch's own attention is enough: there
+    is no context parallel, no document mask, no sliding window shorter than the sequence, and no sinks.
     """
     tensor_mesh = layout.mesh["tp"] if layout.mesh["tp"].size() > 1 else None
     shard_weights(stage, tensor_mesh, layout.expert_mesh["ep"] if layout.expert_mesh else None)
@@ -54,9 +54,9 @@ def parallelize(
 
 
 def shard_weights(stage: Llama, tensor_mesh: DeviceMesh | None, expert_mesh: DeviceMesh | None) -> None:
-    """Shard the weights of a model, or of one pipeline stage, over a one-dimensional mesh, in place; None: not.
+    """Shard the weights of a model, or of one pipeline stage, over a one-dimensional mesh, in place; None: do not.
 
-    `expert_mesh`: the ranks that experts are partitioned over. Without, they are sharded over `tensor_mesh`.
+    `expert_mesh`: the ranks that experts are partitioned over; None: experts are sharded over `tensor_mesh`.
     """
     if tensor_mesh:
         from titanlite.parallel.tensor import apply_tensor_parallel

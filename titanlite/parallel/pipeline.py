@@ -34,7 +34,7 @@ def pipeline_stage(
     device: torch.device,
 ) -> PipelineStage:
     """Return a stage as torch's schedules take it. The arguments are PipelineRunner's."""
-    # With these shapes none is inferred by running a microbatch. requires_grad marks what gets gradients.
+    # Given these shapes, torch need not run a microbatch to infer them. requires_grad marks what gets gradients.
     n_tokens = hidden_shape[0] * parallelism.tensor_parallel_degree  # sequence parallel splits what stages send
     batch_size = parallelism.pipeline_parallel_microbatch_size
     tokens = torch.empty(batch_size, n_tokens // batch_size, dtype=torch.int64, device="meta")
@@ -57,7 +57,7 @@ class PipelineRunner:
     group: dist.ProcessGroup
     n_microbatches: int
     hidden_shape: tuple[int, int]
-    """Of the activations between stages: [tokens of a microbatch on this rank, D]."""
+    """Shape of the activations between stages: [tokens of a microbatch on this rank, D]."""
     dtype: torch.dtype
     device: torch.device
     compiles: bool = False
@@ -114,10 +114,10 @@ class PipelineRunner:
         waits for another, and NCCL makes no communicator for each pair of ranks."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         microbatches, n_stages = self._split(batch), self.parallelism.n_stages
-        outputs: dict[int, Tensor] = {}  # of the tick before, by the number of the next stage
+        outputs: dict[int, Tensor] = {}  # the last tick's outputs, by the number of the next stage
         for tick in range(len(microbatches) + n_stages - 1):
             due = [number for number in self.stages if 0 <= tick - number < len(microbatches)]
-            inputs = {number: outputs.pop(number) for number in due if number in outputs}  # from stages of this rank
+            inputs = {number: outputs.pop(number) for number in due if number in outputs}  # sent by this rank itself
             received = [number for number in due if number and number not in inputs]
             inputs |= {n: torch.empty(self.hidden_shape, dtype=self.dtype, device=self.device) for n in received}
             messages = [(dist.isend, outputs[number], self._rank_of[number]) for number in outputs]
@@ -135,7 +135,7 @@ class PipelineRunner:
 
     def warm_up(self, batch: Batch) -> None:
         """Compile all stages of this rank by a microbatch, without messages; leave no gradients. In the schedule, they
-        compile one after the other, as their first inputs arrive, and later receives time out."""
+        would compile one after the other, as their first inputs arrive, and later receives would time out."""
         microbatch = self._split(batch)[0]
         for number, stage in self.stages.items():
             for trains in (True, False) if self.validates else (True,):

@@ -23,7 +23,7 @@ def ring_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return the output [B, S, H, K] in q's dtype, and the log-sum-exp over all keys, [B, H, S]."""
     out = lse_BSH = None
-    dtype = float32_or_better(q) if ring or window else q.dtype  # in which results over other keys are merged
+    dtype = float32_or_better(q) if ring or window else q.dtype  # tiles' results are merged in this dtype
     for _, k_step, v_step, tiles in _keys_of_steps(k, v, document_positions, ring, window):
         for tile in tiles:
             (q_,) = _heads_first(tile.queries, tile.flipped, q)
@@ -45,7 +45,7 @@ def ring_backward(
     grad_out, q, k, v, out, lse_BHS = saved
     lse_BSH, dtype = lse_BHS.transpose(1, 2), float32_or_better(q) if ring or window else q.dtype
     dq = dk = dv = None
-    distance = 0  # by which keys and values are sent from their owner so far, in ring ranks
+    distance = 0  # ring ranks between the owner of the keys and values and this rank
     for hop, k_step, v_step, tiles in _keys_of_steps(k, v, document_positions, ring, window):
         # The sums arrive from the previous rank while this rank computes what it adds to them.
         wait = _send_ahead(ring, hop, dk, dv) if hop else None
@@ -75,8 +75,8 @@ def ring_backward(
 def _keys_of_steps(
     k_BSGK: Tensor, v_BSGK: Tensor, document_positions_BS: Tensor | None, ring: Group, window: int
 ) -> Iterator[tuple[int, Tensor, Tensor, Iterator[Tile]]]:
-    """Yield the keys and values of each ring rank, this one's first, and the tiles to compute as they are sent on; and
-    before them, by how many ring ranks they were sent on since the previous ones."""
+    """Yield the keys and values of each ring rank, this one's first, and the tiles to compute while they are sent on.
+    The first item of each tuple is the number of ring ranks that they were sent on since the previous tuple."""
     rank, size = (ring.rank(), ring.size()) if ring else (0, 1)
     documents, tokens = chunks_of(document_positions_BS, size), k_BSGK.shape[1]
     kv = torch.stack((k_BSGK, v_BSGK)) if ring else (k_BSGK, v_BSGK)
@@ -89,8 +89,8 @@ def _keys_of_steps(
 
 
 def _send_ahead(ring: dist.ProcessGroup, hop: int, *buffers: Tensor) -> Callable[[], list[Tensor]]:
-    """Start sending to the ring rank that is `hop` ahead, and receiving from the one as far behind; return a function
-    that waits for it."""
+    """Start sending to the ring rank that is `hop` ahead, and receiving from the one that is `hop` behind. Return a
+    function that waits for both, and returns what was received."""
     rank, size = ring.rank(), ring.size()
     received = [torch.empty_like(buffer) for buffer in buffers]
     sends = [dist.P2POp(dist.isend, x, group=ring, group_peer=(rank + hop) % size) for x in buffers]
@@ -119,7 +119,7 @@ def _tokens_first(flipped: bool, *tensors: Tensor) -> list[Tensor]:
 def _write(
     total: Tensor | None, index: tuple[slice, slice], value: Tensor, shape: torch.Size, dtype: torch.dtype
 ) -> Tensor:
-    """Set total[index] = value, for tiles that fill it without overlap; one that fills it alone is not copied."""
+    """Return `total` with total[index] = value. Tiles must not overlap; a tile that is all of it is not copied."""
     if value.shape == shape:
         return value.to(dtype).contiguous()
     if total is None:
@@ -130,6 +130,6 @@ def _write(
 
 def _merge(out_BSHK: Tensor, lse_BSH: Tensor, tile_out_BSHK: Tensor, tile_lse_BSH: Tensor) -> None:
     """Extend, in place, a softmax over some keys by the keys of a tile."""
-    weight = torch.sigmoid(tile_lse_BSH - lse_BSH)  # exp(tile_lse) of exp(lse) + exp(tile_lse)
+    weight = torch.sigmoid(tile_lse_BSH - lse_BSH)  # exp(tile_lse) / (exp(lse) + exp(tile_lse))
     out_BSHK.lerp_(tile_out_BSHK.to(out_BSHK.dtype), weight.unsqueeze(-1))
     lse_BSH.copy_(torch.logaddexp(lse_BSH, tile_lse_BSH))

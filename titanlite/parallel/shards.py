@@ -1,4 +1,4 @@
-"""What a rank has of a tensor that may be sharded."""
+"""The slice that a rank has of a tensor that may be sharded."""
 
 import math
 from typing import NamedTuple
@@ -16,7 +16,7 @@ class Slice(NamedTuple):
 
     @property
     def indices(self) -> tuple[slice, ...]:
-        """The indices with which the full tensor gives this slice."""
+        """Return the indices that select this slice from the full tensor."""
         return tuple(slice(start, start + n) for start, n in zip(self.offset, self.size, strict=True))
 
     def overlap(self, other: "Slice") -> "Slice | None":
@@ -27,7 +27,7 @@ class Slice(NamedTuple):
         return Slice(starts, size) if all(n > 0 for n in size) else None
 
     def inside(self, other: "Slice") -> tuple[slice, ...]:
-        """Return the indices with which a tensor that is the other slice gives this one."""
+        """Return the indices that select this slice from a tensor that contains only the `other` slice."""
         return Slice(tuple(a - b for a, b in zip(self.offset, other.offset, strict=True)), self.size).indices
 
 

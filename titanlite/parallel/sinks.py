@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 def with_sinks(out_BSHK: Tensor, lse_BHS: Tensor, sinks_H: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the output, changed in place, and the log-sum-exp over all keys and the sinks. From these, the backward of
-    an attention backend has the gradients of queries, keys and values."""
+    """Return the output, changed in place, and the log-sum-exp over all keys and the sinks. Given these, the backward
+    of an attention backend returns the right gradients of queries, keys and values."""
     if sinks_H is None:
         return out_BSHK, lse_BHS
     sinks_H1 = sinks_H.to(lse_BHS.dtype).unsqueeze(1)
@@ -19,8 +19,8 @@ def with_sinks(out_BSHK: Tensor, lse_BHS: Tensor, sinks_H: Tensor | None) -> tup
 
 
 def gradient_of_sinks(sinks_H: Tensor | None, grad_BSHK: Tensor, out_BSHK: Tensor, lse_BHS: Tensor) -> Tensor:
-    """Return -sum exp(sink - lse) (grad . out), of what `with_sinks` returned: the gradient of a score of a softmax,
-    for a key whose value is 0. Without sinks, return nothing."""
+    """Return the gradient of the sinks, -sum exp(sink - lse) (grad . out), from the output and log-sum-exp of
+    `with_sinks`: a softmax score's gradient, for a key with value 0. Without sinks, return an empty tensor."""
     if sinks_H is None:
         return grad_BSHK.new_empty(0)
     share_BHS = (sinks_H.to(lse_BHS.dtype).unsqueeze(1) - lse_BHS).exp()

@@ -25,7 +25,7 @@ from titanlite.model import Llama
 from titanlite.parallel.own_rules import ShardsWeights
 from titanlite.torch_workarounds import ignore_warnings_of_views, look_up
 
-SEQUENCE = Shard(0)  # of an activation [N, D]: each rank has a shard of the tokens
+SEQUENCE = Shard(0)  # placement of an activation [N, D]: a rank has a shard of the tokens
 HEADS = 2  # the dimension of heads, of queries and keys [B, T, heads, K]
 FULL = Replicate()
 
@@ -62,7 +62,7 @@ BLOCK_STYLES: dict[str, ParallelStyle] = {
     "attention.wq":     ColwiseParallel(),
     "attention.wk":     ColwiseParallel(),
     "attention.wv":     ColwiseParallel(),
-    # Each rank has a shard of the heads, and norms all of a head's channels: as with the norms of a shard of tokens.
+    # Each rank has a shard of the heads and normalizes all channels of each, as it does for a shard of the tokens.
     "attention.q_norm": SequenceParallel(sequence_dim=HEADS, use_local_output=True),
     "attention.k_norm": SequenceParallel(sequence_dim=HEADS, use_local_output=True),
     "attention.wo":     RowwiseParallel(output_layouts=SEQUENCE),

@@ -58,13 +58,13 @@ class TiledAttention(nn.Module):
         if positions is not None and (positions.shape != (batch, sequence) or not positions.is_cpu):
             actual = f"{list(positions.shape)} on {positions.device}"
             raise ValueError(f"document_positions: expected [{batch}, {sequence}] in host memory, got {actual}")
-        window = self.window if self.window < sequence * self.ring_size else 0  # which is the same
+        window = self.window if self.window < sequence * self.ring_size else 0  # 0: a window of the full sequence
         rank = _GROUPS[self.ulysses].rank() if self.ulysses else 0
         sinks = None if self.sinks is None else local_shard(self.sinks).chunk(ranks)[rank]
         return _attention(q_BTHK, k_BTGK, v_BTGK, positions, sinks, self.ring, self.ulysses, self.backend, window)[0]
 
 
-# By name, since arguments of operators are tensors, numbers and strings.
+# Groups have names, since arguments of operators are tensors, numbers and strings.
 _GROUPS: dict[str, Group] = {"": None}
 
 
@@ -149,7 +149,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     q, k, v, document_positions, sinks, *ctx.options = inputs
     out, lse, qkv, inner = output
     ulysses = ctx.options[1]
-    ctx.set_materialize_grads(False)  # of the other outputs: they have none
+    ctx.set_materialize_grads(False)  # the other outputs have no gradients
     ctx.mark_non_differentiable(lse, qkv, inner)
     attended = (*qkv.split(_local_heads(q, k, ulysses), dim=2), inner) if ulysses else (q, k, v, out)
     ctx.save_for_backward(*attended, lse, document_positions, sinks)
@@ -164,7 +164,7 @@ def _backward(ctx: Any, grad_out: Tensor, *_: None) -> tuple[Tensor | None, ...]
 _attention.register_autograd(_backward, setup_context=_setup_context)
 
 
-# Between the all-to-alls: documents, or a window, in one call of a backend that can, if there is no ring --------------
+# Between the all-to-alls: without a ring, one call for all documents or window blocks, if the backend can -------------
 def _is_packed(document_positions: Tensor | None, ring: str, backend: str, window: int) -> bool:
     return not ring and backend in PACKED_ATTENTION and (document_positions is not None or window > 0)
 
@@ -190,17 +190,17 @@ def _local_backward(
     return tuple(grad.view(x.shape) for grad, x in zip(grads, saved[1:4], strict=True))
 
 
-_BOUNDS = WeakTensorKeyDictionary()  # by positions, alike in all layers. Private: torch.utils.weak (2.11 to 2.14)
+_BOUNDS = WeakTensorKeyDictionary()  # keys: positions, which layers share. Private: torch.utils.weak (2.11 to 2.14)
 
 
 def _bounds(document_positions_BS: Tensor | None, q_BSHK: Tensor) -> tuple[Tensor, int]:
-    """Return PackedAttention's bounds and longest. Those of documents are computed on the host."""
+    """Return PackedAttention's bounds and longest. The bounds of documents are computed on the host."""
     batch, length = q_BSHK.shape[:2]
     if document_positions_BS is None:
         return torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q_BSHK.device), length
     if document_positions_BS not in _BOUNDS:
         begins = document_positions_BS == 0
-        begins[:, 0] = True  # also where a sequence begins in the middle of a document
+        begins[:, 0] = True  # a sequence may begin in the middle of a document
         bounds = torch.cat([begins.flatten().nonzero().flatten(), torch.tensor([begins.numel()], device="cpu")]).int()
         on_device = bounds.pin_memory().to(q_BSHK.device, non_blocking=True) if q_BSHK.is_cuda else bounds
         _BOUNDS[document_positions_BS] = on_device, int(bounds.diff().max())

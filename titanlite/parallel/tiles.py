@@ -2,9 +2,9 @@
 
 Zig-zag load balancing: later queries attend to more keys. The sequence is split into 2 x ring chunks, and ring rank r
 has chunks r and 2 x ring - 1 - r (Llama 3, arXiv:2407.21783, section 3.3.2; ring-flash-attention). So each rank has the
-same work in each ring step, and after the first none of it is masked: of an earlier rank's keys all queries attend to
-the first chunk and none to the second; to a later rank's keys only the second chunk of queries attends. With two ranks,
-where c is a causal triangle of ring step 0, and a digit a full block of the ring step of that number:
+same work in each ring step, and none of it is masked after the first: all queries attend to the first chunk of an
+earlier rank's keys and none to the second, and only the second chunk of queries attends to a later rank's keys. With
+two ranks, where c is a causal triangle of ring step 0, and a digit a full block of the ring step of that number:
 
                   keys  0 1 2 3    chunk
                         0 1 1 0    of rank
@@ -13,14 +13,14 @@ where c is a causal triangle of ring step 0, and a digit a full block of the rin
              2, rank 1  1 0 c
              3, rank 0  0 1 1 c
 
-Documents need no mask either: of two chunks the pairs that share a document form a rectangle, and within a chunk each
-document is a causal triangle.
+Documents need no mask either: the pairs of tokens in two chunks that share a document form a rectangle, and within a
+chunk each document is a causal triangle.
 
 Nor does a sliding window (Longformer, arXiv:2004.05150; Mistral 7B, arXiv:2310.06825), which bounds the keys of a query
-from the left: a triangle that is longer than the window becomes triangles of its length, and where the bound moves
-through a block of earlier keys, what a query sees of them is a triangle of the opposite kind. It is causal once queries
-and keys are in reverse order, so that every attention backend computes it. Of keys that no query sees nothing is
-computed, and ring steps in which no rank's queries see a key are skipped.
+from the left. A triangle that is longer than the window becomes triangles of the window's length. Where the bound moves
+through a block of earlier keys, the queries see a triangle of the opposite kind. It is causal if queries and keys are
+in reverse order, so that every attention backend can compute it. Nothing is computed for keys that no query sees, and
+ring steps in which no rank's queries see a key are skipped.
 
 B batch, S tokens of a ring rank (two chunks, or one without a ring).
 """
@@ -78,7 +78,7 @@ class Chunk(NamedTuple):
 
 
 def chunks_of(document_positions_BS: Tensor | None, size: int) -> list[list[Chunk]] | None:
-    """Return the chunks of a ring rank, of each sequence. None: a sequence is one document."""
+    """Return the chunks of a ring rank for each sequence; None, if a sequence is one document."""
     if document_positions_BS is None:
         return None
 
@@ -103,11 +103,11 @@ def ring_steps(tokens: int, size: int, window: int) -> list[int]:
 def tiles_of_step(
     documents: list[list[Chunk]] | None, tokens: int, rank: int, source: int, size: int, window: int = 0
 ) -> Iterator[Tile]:
-    """Yield tiles of all pairs that attend, of queries of ring rank `rank` and keys of `source`, `tokens` (S) each. If
-    both are one rank, those on the diagonal cover each query and key once, before other tiles that have them."""
+    """Yield tiles that cover all pairs of a query of ring rank `rank` and a key of `source` that it sees; each rank has
+    `tokens` (S). If both are one rank, tiles on the diagonal cover each query once, before other tiles that have it."""
     own, others = chunk_numbers(rank, size), chunk_numbers(source, size)
     length, window = tokens // len(own), window or tokens * size
-    if documents is None and window >= (own[-1] + 1 - others[0]) * length:  # from the first key to the last query
+    if documents is None and window >= (own[-1] + 1 - others[0]) * length:  # the window hides no key
         queries = slice(None), slice(length if source > rank else 0, tokens)
         keys = slice(None), slice(0, length if source < rank else tokens)
         yield Tile(queries, keys, causal=source == rank)
@@ -128,7 +128,7 @@ _Part = tuple[range, range, bool, bool]  # queries and keys, counted from a chun
 
 
 def _band(position: int, bounds: list[int], distance: int, length: int, window: int) -> Iterator[_Part]:
-    """Yield what queries of a chunk, which `chunks_of` describes, see of the keys of the one `distance` before it."""
+    """Yield what the queries of a chunk (`position`, `bounds`: see Chunk) see of the chunk `distance` tokens before."""
     if distance == 0:
         for begin, end in pairwise(bounds):
             yield from _triangle(begin, end, window)
@@ -140,7 +140,7 @@ def _band(position: int, bounds: list[int], distance: int, length: int, window: 
 
 
 def _triangle(begin: int, end: int, window: int) -> Iterator[_Part]:
-    """Yield what tokens begin to end see of each other: blocks of the window's length, and of the block before each."""
+    """Yield what tokens begin to end see: their own block of the window's length, and some of the block before it."""
     for start in range(begin, end, window):
         block = range(start, min(start + window, end))
         yield block, block, True, False
@@ -149,8 +149,8 @@ def _triangle(begin: int, end: int, window: int) -> Iterator[_Part]:
 
 
 def _rectangle(queries: range, keys: range, window: int) -> Iterator[_Part]:
-    """Yield what queries see of keys before them: the first ones all of them; those whose window begins within the keys
-    a triangle, and all keys to the right of it; and the last ones none."""
+    """Yield what queries see of keys before them. The first queries see all keys. Queries whose window begins within
+    the keys see a triangle, and all keys to the right of it. The last queries see none."""
     begin = min(max(keys.start + window, queries.start), queries.stop)
     end = max(min(keys.stop + window - 1, queries.stop), begin)
     if begin > queries.start:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def sequence_to_heads(tensors: list[Tensor], group: dist.ProcessGroup) -> Tensor:
-    """Turn several [B, T, heads, K] into one [B, S, N, K]: of each, this rank's shard of heads for all tokens."""
+    """Turn several [B, T, heads, K] into one [B, S, N, K]: this rank's shard of the heads of each, for all tokens."""
     send_UBTNK = torch.cat([x.unflatten(2, (group.size(), -1)).movedim(2, 0) for x in tensors], dim=3)
     return _all_to_all(send_UBTNK, group).movedim(0, 1).flatten(1, 2)
 

@@ -281,7 +281,7 @@ PARALLEL = [
     Mutant("parallel/ulysses.py", "heads come back in another order",
            "return [x.movedim(0, 2).clone(", "return [x.flip(0).movedim(0, 2).clone(", CONTEXT),
     Mutant("train_step.py", "what precedes the first step is seen by observers",
-           "        self.runner.prepare(batches[0])  # no observer sees what it computes\n"
+           "        self.runner.prepare(batches[0])  # observers do not see this call\n"
            "        for observer in self.observers:\n            observer.before_backward(step)\n",
            "        for observer in self.observers:\n            observer.before_backward(step)\n"
            "        self.runner.prepare(batches[0])\n", "tests/test_observers.py -k precedes"),

@@ -1,8 +1,8 @@
 """Hugging Face's config.json to the options of [model], and back, for the model types in families.py.
 
 A key that asks for what the model cannot do is rejected in one line, and so is a value of the wrong type, since anyone
-can write such a file. Missing keys have the defaults of transformers (verified with 5.23). It has two spellings of the
-rotary embedding's options: rope_theta and rope_scaling, as most files on the hub, and rope_parameters from 5.0 on.
+can write such a file. Missing keys have the defaults of transformers (verified with 5.23). The rotary embedding has
+two spellings of its options: rope_theta and rope_scaling, as in most files on the hub, and rope_parameters from 5.0 on.
 """
 
 import math
@@ -26,9 +26,9 @@ TOGETHER = (
     {"rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"},
     {"sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "num_hidden_layers"},
 )
-"""Keys that say the same thing: where one has changed, all are written as for a model without such files."""
+"""Sets of keys that depend on each other: if one has changed, all are written as for a model without such files."""
 NO_OPTION = ("max_position_embeddings", "num_nextn_predict_layers")
-"""Keys that no option of the model has, so that the exported value is compared with that of the file."""
+"""Keys that no option of the model sets, so that the exported value is compared with that of the file."""
 WITH_EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe", "glm4_moe", "olmoe")
 """Model types with experts and without latent attention."""
 QUANTIZATION = "quantization_config"
@@ -45,8 +45,8 @@ ONLY: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "attn_logit_softcapping": (None, "attention scores are not capped", ("gemma3_text",)),
     "final_logit_softcapping": (None, "logits are not capped", ("gemma3_text",)),
 }
-"""Keys with the only value that the model has, the reason, and the model types that read the key; (): all. A key that
-is missing or null has that value. What is random in training alone, dropout and noise of the router, is not read."""
+"""Keys with the only supported value, the reason, and the model types that read the key; (): all. A key that is missing
+or null has that value. Keys of randomness in training (dropout, noise of the router) are not read."""
 
 
 def options_from_hf(folder: Any) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def model_options(folder: Path) -> dict[str, Any]:
             config.only(key, value, reason)
     dim, n_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     n_layers = config.integer("num_hidden_layers", most=MOST_LAYERS)
-    # null is as many as query heads in every family
+    # null means as many KV heads as query heads in every family
     n_kv_heads = n_heads if "num_key_value_heads" in config.values else family.n_kv_heads or n_heads
     options = {
         **COMMON,
@@ -103,7 +103,7 @@ def _config_and_type(folder: Path) -> tuple[JsonObject, str]:
     """Return the values of a folder's config.json, and its model type. Raises ConfigError if that is not supported."""
     problems: list[str] = []
     config = JsonObject(f"{folder / 'config.json'}: ", read_json_object(folder / "config.json"), problems)
-    if config.values.get("model_type") == "kimi_k2":  # which transformers lacks: a DeepSeek-V3 by another name
+    if config.values.get("model_type") == "kimi_k2":  # transformers lacks this name of a DeepSeek-V3
         config.values["model_type"] = "deepseek_v3"
     model_type = config.values.get("model_type")
     if isinstance(model_type, str) and model_type not in FAMILIES:
@@ -113,7 +113,7 @@ def _config_and_type(folder: Path) -> tuple[JsonObject, str]:
         config.reject("model_type", f"unsupported{has and ': it has '}{has}; supported: {supported}")
     else:
         config.choice("model_type", tuple(FAMILIES))
-    if problems:  # what the other keys mean depends on it
+    if problems:  # the meaning of the other keys depends on the type
         raise ConfigError(problems)
     return JsonObject(config.where, config.values, problems, names=FAMILIES[model_type].names), model_type
 
@@ -129,7 +129,7 @@ def _activation(config: JsonObject, model_type: str) -> str:
 
 
 def _own_options(config: JsonObject, model_type: str, dim: int) -> dict[str, Any]:
-    """Return what only one model type has."""
+    """Return the options that only one model type has."""
     if model_type == "granite":
         scaling = config.number("logits_scaling", 1.0)
         return {
@@ -226,8 +226,8 @@ def _rotary_keys(model: Section, model_type: str) -> dict[str, Any]:
 
 
 def _own_keys(model: Section, model_type: str) -> dict[str, Any]:
-    """Return the keys that only one model type has, and that of padding where its default has another meaning: the
-    embedding of a token that pads is not trained there."""
+    """Return the keys that only one model type has, and the key of the padding token where its default is a token: the
+    embedding of the padding token would not be trained."""
     if model_type == "granite":
         scale = model.attention_scale
         return {
@@ -282,7 +282,7 @@ def _model_type(model: Section) -> str:
 
 
 def _types_that_fit(model: Section) -> dict[str, bool]:
-    """Return, for each model type with experts, or without if the model has none, whether it has its options."""
+    """Return which model types have the model's options: types with experts if it has some, otherwise the others."""
     dense = [name for name, family in FAMILIES.items() if not family.experts]
     fits = {
         name: FAMILIES[name].allows(model) and layers_fit(model, name)

@@ -12,7 +12,7 @@ from typing import Any
 from titanlite.config.loader import ConfigError, Section, show, value_of
 
 NORM_EPS = 1e-6
-"""Of the norms of latents, whatever the config.json says of the others."""
+"""Epsilon of the norms of latents, whatever the config.json says of the other norms."""
 ONLY: dict[str, tuple[Any, str]] = {
     "rope_interleave": (True, "neighbouring rows of queries and keys are rotated together, as in released files"),
     "attention_bias": (False, "latent attention has no biases"),
@@ -44,8 +44,8 @@ EXPERTS_OF_V2 = {
 
 
 def deepseek_options(config: Any, n_heads: int, n_layers: int, mscale_all_dim: float) -> dict[str, Any]:
-    """Return the [model] values that are apart from those of all families. `config` has the values of config.json by
-    type, as config_json.py reads them, and collects what is wrong."""
+    """Return the [model] values that only this family has. `config` has the values of config.json by type, as
+    config_json.py reads them, and collects the problems."""
     model_type = config.values["model_type"]
     is_v2 = model_type == "deepseek_v2"
     for key, (value, reason) in (ONLY | ONLY_OF_TYPE[model_type]).items():
@@ -75,7 +75,7 @@ def deepseek_options(config: Any, n_heads: int, n_layers: int, mscale_all_dim: f
 def _experts_of_v2(config: Any, n_dense: int) -> dict[str, Any]:
     """Return the section [model.moe] of a DeepSeek-V2: groups of experts, if any, are ranked by their best score."""
     method = config.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy")
-    no_groups = {"n_group": 1, "topk_group": 1} if method == "greedy" else {}  # nothing reads them
+    no_groups = {"n_group": 1, "topk_group": 1} if method == "greedy" else {}  # "greedy" does not read them
     config.values.update(no_groups)
     moe = expert_options(config, n_dense, EXPERTS_OF_V2, smallest=1)
     limited = moe["n_groups_per_token"] < moe["n_groups"]
@@ -117,8 +117,8 @@ def expert_options(config: Any, n_dense: int, defaults: Mapping[str, Any], small
 
 
 def yarn_factors(rope: Any, scaling: float, attention_factor: float) -> dict[str, float]:
-    """Return the factor on cosines and sines, and mscale_all_dim, of the options of YaRN. Where files may be read in
-    two ways, as transformers or as DeepSeek's own code does, they are rejected.
+    """Return the factor on cosines and sines, and mscale_all_dim, from the options of YaRN. A file that transformers
+    and DeepSeek's own code read differently is rejected.
 
     Args:
         scaling: the factor of wavelengths.
@@ -144,8 +144,8 @@ def yarn_magnitude(mscale: float, scaling: float) -> float:
 
 
 def deepseek_keys(model: Section, model_type: str) -> dict[str, Any]:
-    """Return the keys of config.json that are apart from those of all families. Raises ConfigError with a line for each
-    option that config.json cannot express."""
+    """Return the keys of config.json that only this family has. Raises ConfigError with a line for each option that
+    config.json cannot express."""
     _check(model, model_type)
     mla, moe = model.mla, model.moe
     keys = {
@@ -181,7 +181,7 @@ def expert_keys(model: Section) -> dict[str, Any]:
 
 
 def _check(model: Section, model_type: str) -> None:
-    eps = "norm_eps" if model.mla.norm_eps == -1 else "mla.norm_eps"  # that of the norms of latents
+    eps = "norm_eps" if model.mla.norm_eps == -1 else "mla.norm_eps"  # the option of the latents' norms
     expected: dict[str, Any] = {
         **{eps: NORM_EPS, "n_kv_heads": model.n_heads, "attention_bias": "none", "mlp_bias": False},
         **{"qk_norm": False, "sliding_window": 0},
@@ -206,7 +206,7 @@ def _check(model: Section, model_type: str) -> None:
 
 
 def hf_yarn_factors(model: Section) -> dict[str, float]:
-    """Return the keys of YaRN of a model with latent attention."""
+    """Return YaRN's keys for a model with latent attention."""
     factor, all_dim = model.rope_attention_factor, model.mla.mscale_all_dim
     if not all_dim:
         return {} if factor == -1 else {"attention_factor": factor}

@@ -68,7 +68,7 @@ def hf_experts(model: Section, model_type: str) -> dict[str, Any]:
         bounds = {f"swiglu_{key}": getattr(moe, f"swiglu_{key}") for key in SWIGLU}
         return {**config, **bounds, "intermediate_size": model.expert_dim}
     config["norm_topk_prob"] = moe.normalize_scores
-    if model_type == "olmoe":  # whose default pads with token 1, and the embedding of padding is not trained
+    if model_type == "olmoe":  # the default pads with token 1, whose embedding would not be trained
         return {**config, "intermediate_size": model.expert_dim, "clip_qkv": None, "pad_token_id": None}
     dense = list(range(min(moe.n_first_dense_layers, model.n_layers)))
     layers = {"mlp_only_layers": dense, "decoder_sparse_step": moe.every_n_layers}

@@ -1,7 +1,7 @@
-"""The model types of transformers that can be read and written, and what each has of its own besides the keys of Llama.
+"""The model types of transformers that can be read and written, and how each differs from Llama.
 
-What a type does not name here, its models have as Llama does. Defaults of missing keys are those of transformers
-(verified with 5.23).
+Whatever a type does not name here is as in Llama. Defaults of missing keys are those of transformers (verified with
+5.23).
 """
 
 import dataclasses
@@ -12,10 +12,10 @@ from typing import Any
 from titanlite.config.loader import Section
 
 ANY = object()
-"""Every value of an option."""
+"""Stands for every value of an option."""
 TANH = {"gelu_pytorch_tanh": "gelu_tanh"}
 SILU, GELU = {"silu": "silu"}, {"gelu_new": "gelu_tanh", **TANH, "gelu": "gelu"}
-"""Values of hidden_act, the first of which is the default, and of model.activation."""
+"""Values of hidden_act, of which the first is the default, and the value of model.activation for each."""
 AFTER = {"norm_placement": "after", "qk_norm": "all_heads"}
 GEMMA = {"norm": "rms_plus_one", "norm_placement": "both", "activation": "gelu_tanh", "qk_norm": True}
 GPT = {"norm": "layer", "gated_ffn": False}
@@ -26,23 +26,23 @@ PLAIN: dict[str, Any] = {
     **{"embedding_scale": 1.0, "attention_scale": -1, "residual_scale": 1.0, "logits_scale": 1.0},
     **{"layer_pattern": [], "llama4_scaling_beta": 0.0, "attention_sinks": False, "partial_rotary_factor": 1.0},
 }
-"""What a model has without an option for it, of those that types differ in."""
+"""Values of the options in which types differ, for a model that does not set them."""
 OLD = ("qk_norm", "attention_bias", "mlp_bias", "sliding_window")
-"""Of these, what types with experts differ in."""
+"""The options of these in which types with experts differ."""
 AMBIGUOUS = ("phi3", "glm", "ministral", "ministral3", "olmo2", "olmo3", "smollm3", "granite", "starcoder2", "gpt2")
-"""Types whose options another one may have, too: model.hf_model_type names them."""
+"""Types whose options another type may have, too: model.hf_model_type tells them apart."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A model type of transformers: its class, its options, and its defaults of some keys. Those of num_key_value_heads
-    and head_dim are num_attention_heads and hidden_size / num_attention_heads where they are None."""
+    """A model type of transformers: its class, its options, and its defaults of some keys. A default that is None means
+    num_attention_heads for num_key_value_heads, and hidden_size / num_attention_heads for head_dim."""
 
     architecture: str
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Options that each of its models has, where they are not as in PLAIN."""
+    """Options of all its models that differ from PLAIN."""
     free: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Options that its models may have, with their further values, or ANY."""
+    """Options in which its models differ, with the further values that they may have, or ANY."""
     n_kv_heads: int | None = None
     head_dim: int | None = None
     norm_eps: float = 1e-6
@@ -51,22 +51,22 @@ class Family:
     experts: str = ""
     """Key of the number of experts; empty: the type has none."""
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Its own names of keys."""
+    """The type's own names of keys."""
     activations: Mapping[str, str] = dataclasses.field(default_factory=lambda: SILU)
     bias: str = ""
     """model.attention_bias if the key attention_bias is true; empty: the type does not read it."""
     has_bias: bool = False
-    """Default of that key."""
+    """Default of the key attention_bias."""
     has_mlp_bias: bool = False
-    """Whether it reads mlp_bias."""
+    """Whether the type reads mlp_bias."""
     window: int | None = None
     """Default of sliding_window, 0: none; None: the type does not read it."""
     kinds: str = ""
-    """How layers may differ: "windows", also "rope", which layers with a window have without scaling, or "no_rope"."""
+    """What layers may differ in: "windows", "rope" (windows, and layers with one do not scale RoPE) or "no_rope"."""
     rotated: float | None = None
     """Default of partial_rotary_factor; None: all channels are rotated."""
     fits: Callable[[Section], bool] = lambda _: True
-    """Whether options that its models may have also fit together."""
+    """Whether the options of a model also fit together."""
 
     def allows(self, model: Section) -> bool:
         """Return whether a model of this type can have the options of a model, layers apart."""
@@ -83,7 +83,7 @@ def is_long(model: Section) -> bool:
 
 
 def scores_divisor(model: Section) -> float:
-    """Return the square of what scores of attention are divided by."""
+    """Return the square of the number that attention scores are divided by."""
     return model.head_dim if model.attention_scale == -1 else model.attention_scale**-2
 
 
@@ -101,7 +101,7 @@ def _has_integer_divisor(model: Section) -> bool:
 
 
 def _own_of_gpt_oss(model: Section) -> set[bool]:
-    """Return whether experts have what gpt-oss alone has: {True}: all of it, {False}: none."""
+    """Return whether experts have the features that only gpt-oss has: {True}: all of them; {False}: none."""
     return {model.moe.expert_bias, model.moe.router_bias, model.moe.swiglu_limit > 0}
 
 
@@ -140,7 +140,7 @@ _NAMES_OF_GPT2 = {
 FAMILIES = {
     "llama": Family(
         "LlamaForCausalLM", free=_ALL_BIASES, bias="all", has_mlp_bias=True,
-        fits=lambda model: model.dim % model.n_heads == 0),  # transformers rejects another Llama, but no such Mistral
+        fits=lambda model: model.dim % model.n_heads == 0),  # transformers requires it of Llama, not of Mistral
     "mistral": Family("MistralForCausalLM", free=_WINDOW, n_kv_heads=8, window=4096),
     "qwen2": Family("Qwen2ForCausalLM", {"attention_bias": "qkv"}, _WINDOWS, **_QWEN),
     "qwen3": Family("Qwen3ForCausalLM", {"qk_norm": True}, {**_BIASES, **_WINDOWS}, head_dim=128, bias="all", **_QWEN),
@@ -172,7 +172,7 @@ FAMILIES = {
         fits=lambda model: model.hf_model_type == "phi3" or is_long(model)),
     "glm": Family(
         "GlmForCausalLM", free=_QKV_AND_SHARE, rotated=0.5, **_GLM,
-        fits=lambda model: model.hf_model_type == "glm"),  # whose tensors have other names than those of options
+        fits=lambda model: model.hf_model_type == "glm"),  # options do not imply the names of its tensors
     "glm4": Family("Glm4ForCausalLM", {"norm_placement": "both"}, _QKV_AND_SHARE, rotated=0.5, **_GLM),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM", free={**_QKV_AND_SHARE, "qk_norm": (True,)}, n_kv_heads=8, norm_eps=1e-5,
@@ -203,4 +203,4 @@ FAMILIES = {
         fits=lambda model: _embeds_as_gemma(model) and _has_integer_divisor(model)),
 }
 # fmt: on
-"""By model_type."""
+"""Families by model_type."""

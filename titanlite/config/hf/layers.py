@@ -1,6 +1,6 @@
-"""What layers of a config.json differ in: window, rotary embedding. And back to its keys.
+"""The keys of a config.json for layers that differ in window or rotary embedding, to options of the model and back.
 
-transformers says it per layer (layer_types, no_rope_layers), or by a number of layers after which a pattern repeats.
+transformers has a value per layer (layer_types, no_rope_layers), or the number of layers after which a pattern repeats.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ def layer_options(config: JsonObject, model_type: str, n_layers: int) -> dict[st
 
 
 def pattern_of(kinds: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the shortest pattern that repeats over the layers, of which `kinds` has the options of each."""
+    """Return the shortest pattern that repeats over the layers; `kinds` has the options of each layer."""
     n = len(kinds)
     period = next(p for p in range(1, n + 1) if all(kinds[i] == kinds[i % p] for i in range(n)))
     runs = [list(run) for _, run in groupby(kinds[:period])]
@@ -94,7 +94,7 @@ def _rotated(config: JsonObject, n_layers: int) -> list[bool]:
 
 
 def _rope(config: JsonObject, model_type: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options of the rotary embedding, and those that layers with a window have of their own."""
+    """Return the options of the rotary embedding, and the options in which layers with a window differ."""
     family = FAMILIES[model_type]
     if family.kinds != "rope":
         return rope_options(config, family.rope_theta, family.rotated), {}
@@ -119,7 +119,7 @@ def _rope(config: JsonObject, model_type: str) -> tuple[dict[str, Any], dict[str
 
 
 def layers_fit(model: Section, model_type: str) -> bool:
-    """Return whether a model type has layers that differ as those of a model do."""
+    """Return whether a model type can have layers that differ as the model's layers do."""
     kinds, layers = FAMILIES[model_type].kinds, model.of_layers()
     windows = {layer.sliding_window for layer in layers} - {0}
     if len(windows) > 1 or not all(each.experts for each in model.layer_pattern):
@@ -136,7 +136,7 @@ def _rope_of(layer: Section) -> tuple[float, float, float]:
 
 
 def hf_layers(model: Section, model_type: str) -> dict[str, Any]:
-    """Return the keys of windows and of what layers differ in."""
+    """Return the keys of the window, and of the differences between layers."""
     family, layers = FAMILIES[model_type], model.of_layers()
     window = max(layer.sliding_window for layer in layers)
     if family.window is None:
@@ -153,6 +153,6 @@ def hf_layers(model: Section, model_type: str) -> dict[str, Any]:
 
 
 def rope_of_kinds(model: Section) -> tuple[Section, Section]:
-    """Return options of the layers without and with a window; those of a kind that there is not are the model's."""
+    """Return the options of the layers without and with a window; the model's options for a kind that it lacks."""
     kinds = {bool(layer.sliding_window): layer for layer in model.of_layers()}
     return kinds.get(False, model), kinds.get(True, model)

@@ -9,7 +9,7 @@ from titanlite.config.loader import Section, show
 
 ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
 LONGROPE = {"su": "longrope", "yarn": "longrope"}
-"""What LongRoPE was called in early files of Phi-3."""
+"""The names of LongRoPE in early files of Phi-3."""
 
 
 def rope_options(config: JsonObject, theta: float, rotated: float | None) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def rope_at(config: JsonObject, key: str, theta: float, rotated: float | None = 
         rope.values[name] = LONGROPE.get(rope.values.get(name), rope.values.get(name))
     kinds = [each for each in SCALINGS if each != "longrope" or model_type == "phi3"]
     kind = rope.choice(name, tuple(kinds), "default")
-    if name in rope.rejected:  # the other keys are of that type
+    if name in rope.rejected:  # the other keys depend on the type
         return options
     known = ROPE_KEYS | SCALINGS[kind].keys
     if kind == "yarn" and model_type in MSCALES:
@@ -84,7 +84,7 @@ def _yarn(config: JsonObject, rope: JsonObject) -> dict[str, Any]:
 
 
 def _longrope(config: JsonObject, rope: JsonObject) -> dict[str, Any]:
-    """Return the options of LongRoPE. Its factor is that of the lengths, unless the file has it."""
+    """Return the options of LongRoPE. Its factor is the quotient of the lengths, unless the file has one."""
     key = "original_max_position_embeddings"
     original = (rope if rope.values.get(key) is not None else config).integer(key, 4096, least=2)
     factor = rope.number("factor", max(config.integer("max_position_embeddings", 4096) / original, 1.0), least=1.0)
@@ -101,14 +101,14 @@ def _longrope(config: JsonObject, rope: JsonObject) -> dict[str, Any]:
 
 
 def _original_length(config: JsonObject, rope: JsonObject) -> int:
-    """Return the length before scaling: transformers prefers the key outside the object to the one in it."""
+    """Return the length before scaling. As transformers does, prefer the key outside the object to the key in it."""
     key = "original_max_position_embeddings"
     holders = [each for each in (config, rope) if each.values.get(key) is not None]
     return holders[0].integer(key) if holders else config.integer("max_position_embeddings")
 
 
 class Scaling(NamedTuple):
-    """A type of the rotary embedding: the keys of its own, and what reads them."""
+    """A type of the rotary embedding: its own keys, and the function that reads them."""
 
     keys: Set[str] = frozenset()
     read: Callable[[JsonObject, JsonObject], dict[str, Any]] = lambda config, rope: {}
@@ -131,7 +131,7 @@ def _mscale_of_ministral(rope: JsonObject, scaling: float, attention_factor: flo
 
 
 MSCALES = {"deepseek_v2": yarn_factors, "deepseek_v3": yarn_factors, "ministral3": _mscale_of_ministral}
-"""What reads YaRN's factors mscale and mscale_all_dim, by the model types that have them."""
+"""The functions that read YaRN's factors mscale and mscale_all_dim, by the model types that have these."""
 
 
 def hf_rope(model: Section, model_type: str = "") -> dict[str, Any]:
@@ -167,8 +167,8 @@ def hf_rope(model: Section, model_type: str = "") -> dict[str, Any]:
 
 
 def hf_rope_of_kinds(full: Section, local: Section) -> dict[str, Any]:
-    """Return the options of the rotary embedding of a model whose layers with a window have another one, in both
-    spellings, of the layers without and with a window."""
+    """Return the options of both rotary embeddings, in both spellings, of a model whose layers without (`full`) and
+    with a window (`local`) differ in it."""
     keys = hf_rope(full)
     sliding = {"rope_theta": local.rope_theta, "rope_type": "default"}
     keys["rope_parameters"] = {"full_attention": keys["rope_parameters"], "sliding_attention": sliding}

@@ -1,4 +1,4 @@
-"""How many token ids the files of a tokenizer name, without the library that reads them."""
+"""The number of token ids in the files of a tokenizer, read without the tokenizers library."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ LARGEST_FILE, MOST_IDS = 2**26, 2**20
 
 
 def n_token_ids(path: Any) -> int:
-    """Return 1 + the largest id of a tokenizer.json, or the folder with it; 0 if it cannot be read, an error later."""
+    """Return 1 + the largest id in a tokenizer.json, or in a folder's; 0 if it cannot be read, an error later."""
     try:
         file = Path(path).expanduser()
         content = json.loads(read_file(file / "tokenizer.json" if file.is_dir() else file, LARGEST_FILE))

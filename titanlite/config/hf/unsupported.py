@@ -1,4 +1,4 @@
-"""What a config.json of an unsupported model type has that the model lacks, by its keys."""
+"""The unsupported features of a config.json of an unsupported model type, found by its keys."""
 
 from typing import Any
 
@@ -15,16 +15,16 @@ FEATURES = {
     "attention to tokens that an indexer chooses": ("index_topk", "index_topk_blocks"),
     "several residual streams": ("hc_mult",),
 }
-"""Keys of each feature. Some types have supported features in combinations that no supported type has."""
+"""Keys of each feature. Some features are supported, but not in the combinations that some types have."""
 NEUTRAL = (0, 1, "silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast")
-"""Values of these keys, besides null and false, with which a model does without the feature."""
+"""Values of these keys, besides null and false, that mean that a model does not have the feature."""
 PARALLEL = ["attention beside the feed-forward layer"]
 OF_TYPE = {"olmo": ["norms without weights"], "phi": PARALLEL, "cohere": PARALLEL, "cohere2": PARALLEL}
-"""What types have that no key says."""
+"""Features of a type that no key of its config.json shows."""
 
 
 def features(values: dict[str, Any]) -> list[str]:
-    """Return the features of a config.json, each with its key. Whatever the values are, they are not printed."""
+    """Return the features of a config.json, each with its key. The values are never printed."""
     rope = values.get("rope_parameters")
     values = {**rope, **values} if isinstance(rope, dict) else values
     found = {name: next((key for key in keys if _has(values.get(key))), None) for name, keys in FEATURES.items()}

@@ -1,4 +1,4 @@
-"""The values of a JSON file that anyone can write, by type: each wrong one is a line."""
+"""The values of an untrusted JSON file, checked by type; each wrong value becomes one line of the error."""
 
 import json
 import re
@@ -16,7 +16,7 @@ LARGEST_FILE, LARGEST = 2**20, 2**31 - 1
 
 
 def read_json_object(file: Path, content: bytes | None = None) -> dict[str, Any]:
-    """Return the object in a JSON file, or in a part of it. Raises ConfigError if it is large, or anything else."""
+    """Return the object in a JSON file, or in `content`. Raises ConfigError if it is too large, or is no object."""
     try:
         text = (read_file(file, LARGEST_FILE) if content is None else content).decode("utf-8-sig")
         value = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_key_twice)
@@ -34,7 +34,7 @@ def read_json_object(file: Path, content: bytes | None = None) -> dict[str, Any]
 
 
 def how_to_download(folder: Path) -> str:
-    """Return how to download a model, if what is named as its folder is a name of the hub."""
+    """Return how to download a model, if `folder` is a name on the hub and no folder."""
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", f"{folder}") or folder.parent.exists():
         return ""
     return f"; if it is a model of the hub: hf download {folder} --local-dir assets/{folder.name}, and name that folder"
@@ -66,9 +66,9 @@ def _shown(value: Any) -> str:
 
 
 class JsonObject:
-    """The values of a JSON object, by type. Each wrong one adds a line to `problems`, and a right one stands in.
+    """The values of a JSON object, by type. Each wrong value adds a line to `problems`, and a valid value replaces it.
 
-    `names` are the file's own names of keys that have others here.
+    `names` has the file's names of the keys that have other names here.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class JsonObject:
         self.rejected = set() if rejected is None else rejected
 
     def reject(self, key: str, message: str, *reads: str) -> None:
-        """Add a line for a key. There is none if another key that the rule reads has one: it stands in for a value."""
+        """Add a line for a key, unless another key that the rule reads has one: its value is only a stand-in."""
         if not self.rejected.isdisjoint(reads):
             return
         self.rejected.add(key)
@@ -93,13 +93,13 @@ class JsonObject:
         self.problems.append(f"{self.where}{_shown(self.names.get(key, key))[1:-1]}{value}: {message}")
 
     def only(self, key: str, value: Any, reason: str, *reads: str) -> None:
-        """Reject every other value of a key. 1 is also 1.0, but not true. For `reads` see `reject`."""
+        """Reject every other value of a key. 1 equals 1.0, but not true. For `reads` see `reject`."""
         actual = self.values.get(key)
         if actual is not None and (actual != value or isinstance(actual, bool) != isinstance(value, bool)):
             self.reject(key, f"expected {show(value)}; {reason}", *reads)
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1, most: int = LARGEST) -> int:
-        """Return an integer; the default where it is missing or null, without which it must be there."""
+        """Return an integer, or the default where it is missing or null. Without a default, the key is required."""
         value = self.values.get(key)
         if value is None and default is not None:
             return default
