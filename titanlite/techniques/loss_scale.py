@@ -3,14 +3,14 @@ process, torch.amp.GradScaler does the same."""
 
 
 class LossScale:
-    """A factor on the loss in the backward, by which gradients are divided afterwards. It is doubled after
-    `growth_interval` steps without overflow, and halved after one with."""
+    """A factor on the loss in the backward; gradients are divided by it afterwards. It is doubled after
+    `growth_interval` steps without overflow, and halved after a step with overflow."""
 
     def __init__(self, initial: float, growth_interval: int):
         self.value, self.growth_interval, self._good_steps = initial, growth_interval, 0
 
     def update(self, *, overflowed: bool) -> None:
-        """Adapt the factor after a step, by whether gradients were not finite on any rank."""
+        """Adapt the factor after a step. `overflowed`: some rank had gradients that were not finite."""
         self._good_steps = 0 if overflowed else self._good_steps + 1
         if overflowed:
             self.value /= 2
@@ -22,5 +22,5 @@ class LossScale:
         return [self.value, self._good_steps]
 
     def load(self, state: list[float]) -> None:
-        """Continue from what `state` has returned."""
+        """Continue from a result of `state`."""
         self.value, self._good_steps = state
