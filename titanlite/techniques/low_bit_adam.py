@@ -1,4 +1,4 @@
-"""Low-bit Adam: optimizer states in 8 or 4 bits, or in another type than the weights; and stochastic rounding.
+"""Low-bit Adam: 4-bit or 8-bit optimizer states, or states in another type than the weights; stochastic rounding.
 
 The states and the rounding are torchao's. The step here computes each element in float32; on a GPU it is compiled, once
 for each shape and type.

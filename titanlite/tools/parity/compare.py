@@ -1,4 +1,4 @@
-"""Compare a layout with the single-process reference: differences, tolerances, table and verdict."""
+"""Judge a parity test: differences from the single-process reference, tolerances, table and verdict."""
 
 import math
 import re
