@@ -1,1 +1,1 @@
-"""Techniques: what a run has only if an option asks for it. The rest of the package imports none of them at its top."""
+"""Techniques: each is in use only if an option asks for it. The rest of the package imports none of them at its top."""

@@ -1,11 +1,11 @@
 """Multi-head latent attention (MLA, DeepSeek-V2, arXiv:2405.04434, section 2.1), written for one device.
 
-The keys and values of all heads are computed from one small vector of a token, the latent; with q_lora_rank, queries
-from another. Some channels of a head have a rotary embedding, and those of keys are the same in all heads: they are
+The keys and values of all heads are computed from one small vector per token, the latent; with q_lora_rank, queries are
+computed from a second one. Some channels of a head have a rotary embedding. Those of keys are shared by all heads, and
 computed from the residual stream, not from the latent. DeepSeek-V3 (arXiv:2412.19437) has the same layer.
 
-Shapes: B batch, T sequence, N = B x T tokens, D model width, H heads, Q q_lora_rank, L kv_lora_rank; of a head of
-queries and keys, P channels without and R with rotary embedding, K = P + R; V channels of a head of values.
+Shapes: B batch, T sequence, N = B x T tokens, D model width, H heads, Q q_lora_rank, L kv_lora_rank. A head of queries
+or keys has K = P + R channels, P without and R with rotary embedding; a head of values has V channels.
 """
 
 import math
@@ -20,8 +20,8 @@ from titanlite.rope import apply_rotary_emb
 
 
 class LatentAttention(nn.Module):
-    """Computes what model.Attention does, from latents. `inner_attention` attends with heads of one width K, which
-    torch's fused kernels want: values are padded with zeros, and so is what it returns."""
+    """Takes the place of model.Attention, and computes from latents. torch's fused kernels want one width for all
+    heads, K, so `inner_attention` gets values padded with zeros, and its output has the same padding."""
 
     def __init__(self, model: Model):
         super().__init__()
@@ -46,8 +46,8 @@ class LatentAttention(nn.Module):
         self.inner_attention = ScaledDotProductAttention(model.sliding_window)
 
     def latents(self, x_ND: Tensor) -> list[Tensor]:
-        """Return what is the same for all heads: the latent of queries, if there is one, [N, Q], that of keys and
-        values, [N, L], and the keys that will have a rotary embedding, [N, R]."""
+        """Return what all heads share: the latent of queries [N, Q] (if there is one), the latent of keys and values
+        [N, L], and the keys that will have a rotary embedding [N, R]."""
         kv_NL, k_NR = self.wkv_a(x_ND).split((self.kv_rank, self.rope_dim), dim=-1)
         q_latent = [self.q_norm(self.wq_a(x_ND))] if self.wq is None else []
         return [*q_latent, self.kv_norm(kv_NL), k_NR]
@@ -71,8 +71,8 @@ class LatentAttention(nn.Module):
 
 
 def query_scale(model: Model) -> float:
-    """Return the factor on queries besides 1 / sqrt(K), which inner attention applies: under YaRN, DeepSeek scales the
-    scores by the square of what YaRN's paper has as factor on rotated queries and on keys."""
+    """Return the factor on queries. Inner attention applies another one, 1 / sqrt(K). Under YaRN, DeepSeek multiplies
+    scores by the square of the factor that YaRN's paper has on rotated queries and on rotated keys."""
     if model.rope_scaling_factor == 1:
         return 1.0
     return (0.1 * model.mla.mscale_all_dim * math.log(model.rope_scaling_factor) + 1) ** 2

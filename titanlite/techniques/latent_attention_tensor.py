@@ -1,8 +1,8 @@
-"""Tensor parallelism of latent attention: heads are sharded, and latents, which all heads share, are not.
+"""Tensor parallelism of latent attention: heads are sharded; latents, which all heads share, are not.
 
-Each rank computes the latents of its own shard of the sequence, with weights that every rank has. They are gathered
-over the sequence in one collective, instead of the wider residual stream. From there on each rank has its own heads.
-Without a latent of queries, these are computed from the residual stream, which is gathered then.
+Each rank computes the latents of its own shard of the sequence, with weights that every rank has. One collective
+gathers them over the sequence, instead of the wider residual stream. From there on each rank has its own heads.
+Without a latent of queries, queries are computed from the residual stream, which is then gathered, too.
 """
 
 import functools
@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 
 from titanlite.techniques.latent_attention import LatentAttention
 
-SEQUENCE = Shard(0)  # of an activation [N, D]: each rank has a shard of the tokens
+SEQUENCE = Shard(0)  # activations [N, D]: each rank has a shard of the tokens
 
 # fmt: off
 PLAN: dict[str, ParallelStyle] = {
@@ -47,8 +47,8 @@ class ShardableLatentAttention(LatentAttention):
 
 
 def _gathered(latents: Callable[[DTensor], list[DTensor]], x_ND: DTensor) -> list[Tensor]:
-    """Return the latents of all tokens. Their gradients are of each rank's heads: they are summed over ranks as they
-    are scattered over the sequence, in one collective."""
+    """Return the latents of all tokens. In the backward, each rank has the gradients from its own heads; one collective
+    sums them over ranks and scatters them over the sequence."""
     shards = latents(x_ND)
     full = torch.cat(shards, dim=-1).redistribute(placements=[Replicate()])
     *for_weights, k_NR = full.split([shard.shape[-1] for shard in shards], dim=-1)

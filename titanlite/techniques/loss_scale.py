@@ -12,14 +12,14 @@ Saved = tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], Int63]
 
 
 class LossScale:
-    """A factor on the loss in the backward, by which gradients are divided afterwards. It is doubled after
-    `growth_interval` steps without overflow, and halved after one with."""
+    """A factor on the loss in the backward; gradients are divided by it afterwards. It is doubled after
+    `growth_interval` steps without overflow, and halved after a step with overflow."""
 
     def __init__(self, initial: float, growth_interval: int):
         self.value, self.growth_interval, self._good_steps = initial, growth_interval, 0
 
     def update(self, *, overflowed: bool) -> None:
-        """Adapt the factor after a step, by whether gradients were not finite on any rank."""
+        """Adapt the factor after a step. `overflowed`: some rank had gradients that were not finite."""
         self._good_steps = 0 if overflowed else self._good_steps + 1
         if overflowed:
             self.value /= 2

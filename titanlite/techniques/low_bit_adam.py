@@ -1,6 +1,6 @@
-"""Low-bit Adam: 8-bit optimizer states, 4-bit ones, or another type than the weights', and stochastic rounding.
+"""Low-bit Adam: 4-bit or 8-bit optimizer states, or states in another type than the weights; stochastic rounding.
 
-torchao has the states and the rounding. The step here computes each element in float32; on a GPU it is compiled, once
+The states and the rounding are torchao's. The step here computes each element in float32; on a GPU it is compiled, once
 for each shape and type.
 """
 
@@ -29,10 +29,10 @@ SMALLEST_FLOAT8 = 2**-9 / LARGEST_FLOAT8
 def store(state: Tensor, values: Tensor, takes: Tensor, *, is_square: bool = False) -> None:
     """Write values to an optimizer state where `takes` is true, quantized by blocks if the state is.
 
-    The scale of a block is its largest value by magnitude, with its sign: the tables have 1 and not -1. torchao's own
-    rounding takes the magnitude, so that a table's values shrink a block whose largest value is negative; and no scale
-    below 1e-12. What was quantized is quantized to itself. A square is at least the smallest value above 0 that its
-    block can have: of a 0, the next step would divide exp_avg by eps alone.
+    The scale of a block is its largest value by magnitude, with its sign, since the tables have 1 but not -1. (torchao
+    takes the magnitude, so its tables shrink a block whose largest value is negative, and no scale is below 1e-12.)
+    Values that were quantized before do not change. A square is at least the smallest value above 0 that its block can
+    have: with a 0, the next step would divide exp_avg by eps alone.
     """
     if not isinstance(state, TorchAOBaseTensor):
         state.copy_(values.to(state.dtype).where(takes, state))
@@ -59,11 +59,11 @@ class LowBitAdam(AdamW8bit):
     """Adam or AdamW with optimizer states (exp_avg, exp_avg_sq) of type `optimizer.state_dtype`.
 
     States in float8, int8 (arXiv:2110.02861) and int4 (arXiv:2309.01507) are quantized: the elements of a block share a
-    scale. States that are not a multiple of a block on a rank, or have fewer than 4096 elements there (norms, mostly),
-    are in float32 then. In bfloat16 the small ones keep their weight's type.
+    scale. A state stays in float32 if a rank's shard has fewer than 4096 elements (norms, mostly) or is not a multiple
+    of a block. With bfloat16 states, small ones keep their weight's type.
 
     The states of weights in `full_precision` keep the weight's type. An embedding's should (arXiv:2110.02861, section
-    2.3): rows of rare tokens have an exp_avg_sq so much smaller than their block's that quantized ones cannot have it.
+    2.3): exp_avg_sq of a rare token's row is too small beside the rest of its block to be quantized with it.
 
     Raises ConfigError for float8 states on a GPU below compute capability 8.9, for which the step cannot be compiled.
     """
@@ -85,7 +85,7 @@ class LowBitAdam(AdamW8bit):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Take a step, eagerly on a CPU, with gradients divided by `grad_scale`, and none where `found_inf` is 1."""
+        """Take a step (eagerly on a CPU) with gradients divided by `grad_scale`; change nothing if `found_inf` is 1."""
         device = self.param_groups[0]["params"][0].device
         none = {"grad_scale": 1.0, "found_inf": 0.0}
         scaling = [getattr(self, name, torch.full((), value, device=device)) for name, value in none.items()]
@@ -97,7 +97,7 @@ class LowBitAdam(AdamW8bit):
                     if weight.grad is not None:
                         state = self._state_of(weight)
                         rounds = self.bf16_stochastic_round and weight.dtype == torch.bfloat16
-                        # DTensors would cost the host more than the step costs the device.
+                        # DTensors would take the host longer than the step takes the device.
                         tensors = map(local_shard, (weight, weight.grad, *state.values()))
                         self._update(*tensors, group["lr"], *scaling, *numbers, rounds)
 
@@ -113,7 +113,7 @@ class LowBitAdam(AdamW8bit):
             return torch.zeros_like(weight, dtype=torch.float32)
         if id(weight) in self._full_precision:
             return torch.zeros_like(weight)
-        if self.state_dtype in QUANTIZED:  # it decodes to float32, and shards that are not quantized have that type
+        if self.state_dtype in QUANTIZED:  # they decode to float32, which the states of small shards have
             weight = torch.empty_like(weight, dtype=torch.float32)
         return super()._new_buffer(weight, signed)
 
@@ -124,8 +124,7 @@ class LowBitAdam(AdamW8bit):
 
 
 def create_value_tables(state_dtype: str) -> None:
-    """Have torchao create the tables of the values that a quantized type has. It caches them, and cannot create them
-    from fake tensors."""
+    """Have torchao create and cache its tables of a quantized type's values, which it cannot do under fake tensors."""
     block = QUANTIZED_STATES[state_dtype]
     for signed in (True, False):
         QUANTIZED[state_dtype]._subclass_zeros(torch.empty(block), signed, block)

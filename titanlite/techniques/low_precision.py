@@ -3,13 +3,13 @@
 Weights, gradients, optimizer states and everything between the products keep their dtypes. The three products of a
 layer (output, input gradient, weight gradient) quantize both operands each time they are computed (dynamic scaling):
 
-- MXFP8 (OCP Microscaling, arXiv:2310.10537): float8_e4m3fn with a power of two as the scale of each 32 values that are
-  added up. The scale is the least with which none of them overflows, as in NVIDIA's recipe (arXiv:2506.08027).
+- MXFP8 (OCP Microscaling, arXiv:2310.10537): float8_e4m3fn, in which 32 neighbours along the summed dimension share a
+  scale, a power of two: the smallest with which none of them overflows, as in NVIDIA's recipe (arXiv:2506.08027).
 - INT8 (after SwitchBack, arXiv:2304.13013; here in all three products, as in torchao's int8_mixed_precision_training):
-  a scale per row of the left operand and per column of the right one; sums are int32, and exact.
+  each row of the left operand and each column of the right one has a scale. Sums are int32, and exact.
 
-torchao's own layers of these two are not used: DTensor hides the weight wrapper of its MXFP8 from its products, and has
-no sharding strategy for aten._int_mm. Here the products are of a rank's local shards.
+torchao's own layers of these two do not work with DTensor: it hides the weight wrapper of torchao's MXFP8 from the
+products, and has no sharding strategy for aten._int_mm. Here the products take a rank's local shards.
 """
 
 from collections.abc import Callable
@@ -40,10 +40,10 @@ def convert_linear_layers(
 ) -> None:
     """Convert linear layers of a model or a pipeline stage on the meta device, in place, before weights are sharded.
 
-    The output head is not converted: its product is the one whose rounding the loss shows. Nor is a layer whose weight
-    has, on a rank, a side that is not a multiple of what the hardware's product needs: 16, for MXFP8 a block. Nor is a
-    mixture of experts, with the shared ones and the router. Raise ConfigError if the device lacks these products, or no
-    layer of `model()`, the full model, is converted; None: the stage is that.
+    Not converted are the output head, whose rounding the loss shows most; the experts of a mixture, shared ones too,
+    and its router; and a layer whose weight has on a rank a side that does not fit the hardware's product: a multiple
+    of 16, or of a block for MXFP8. `model()` returns the full model; None: the stage is the full model. Raises
+    ConfigError if the device lacks these products, or no layer of the full model is converted.
     """
     section, options = ("float8", float8) if float8.enable else ("int8", int8)
     is_mxfp8 = float8.enable and float8.recipe == "mxfp8"
@@ -85,8 +85,8 @@ class LowPrecisionLinear(nn.Linear):
     product: str
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [..., O] of x [..., I]. Of DTensors, each rank multiplies its own shards: which of the three layouts
-        of tensor parallelism this is follows from the weight's placement."""
+        """Return [..., O] for x [..., I]. With DTensors, each rank multiplies its own shards. The weight's placement
+        tells which of the three layouts of tensor parallelism this is."""
         weight_OI = self.weight
         if isinstance(weight_OI, DTensor):
             mesh, (placement,) = weight_OI.device_mesh, weight_OI.placements
@@ -100,8 +100,8 @@ class LowPrecisionLinear(nn.Linear):
 
 
 def _placements(weight: Placement, last: int) -> tuple[Placement, Placement, Placement, Placement]:
-    """Return the placements of the input, its gradient, the output and the weight's gradient of a layer, by that of its
-    weight [O, I]. `last` is the last dimension of the input."""
+    """Return a layer's placements of the input, its gradient, the output and the weight's gradient, given the placement
+    of its weight [O, I]. `last` is the last dimension of the input."""
     if weight == Shard(0):  # column-wise
         return Replicate(), Partial(), Shard(last), weight
     if weight == Shard(1):  # row-wise
@@ -110,7 +110,7 @@ def _placements(weight: Placement, last: int) -> tuple[Placement, Placement, Pla
 
 
 class _Products(torch.autograd.Function):
-    """The three products of a linear layer, each with its operands quantized along the dimension that is summed."""
+    """The three products of a linear layer. Each has its operands quantized along the dimension that it sums over."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_OI: Tensor, kind: str) -> Tensor:
@@ -130,9 +130,8 @@ class _Products(torch.autograd.Function):
 
 
 def to_mxfp8(x_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return values as float8_e4m3fn [M, K], where K is padded with zeros to a multiple of MX_BLOCK, and the
-    exponents of their blocks' scales [M, K / MX_BLOCK], from -127 to 127, in float32 or float64. A block with a NaN has
-    NaNs alone."""
+    """Return values as float8_e4m3fn [M, K], K padded with zeros to a multiple of MX_BLOCK, and the exponents of their
+    blocks' scales [M, K / MX_BLOCK], from -127 to 127, in float32 or float64. A NaN makes its full block NaN."""
     wide = F.pad(x_MK, (0, -x_MK.shape[1] % MX_BLOCK)).to(torch.promote_types(x_MK.dtype, torch.float32))
     blocks = wide.unflatten(1, (-1, MX_BLOCK))
     exponents = (blocks.abs().amax(-1, keepdim=True) / LARGEST).log2().ceil().clamp(-127, 127)
@@ -142,7 +141,7 @@ def to_mxfp8(x_MK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def from_mxfp8(values: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what `to_mxfp8` rounded to, as [M, K] in a dtype."""
+    """Return the values that `to_mxfp8` has rounded, as [M, K] in a dtype."""
     blocks = values.unflatten(1, (-1, MX_BLOCK)).to(exponents.dtype) * exponents.exp2().unsqueeze(-1)
     return blocks.flatten(1).to(dtype)
 
@@ -179,8 +178,8 @@ def to_int8(x_MK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _int8(left_MK: Tensor, right_NK: Tensor) -> Tensor:
-    """Return the product. On CUDA it takes more than 16 rows, and K and N in multiples of 8 (torch._int_mm; private):
-    rows are added, and zeros along K. N is a side of a weight."""
+    """Return the product. On CUDA, torch._int_mm (private) needs more than 16 rows, and K and N in multiples of 8: this
+    adds rows, and zeros along K. N is a side of a weight, so it fits."""
     (left, left_scales), (right, right_scales) = map(to_int8, (left_MK, right_NK))
     rows, columns = max(17 - len(left), 0), -left.shape[1] % 8
     if left.is_cuda and (rows or columns):

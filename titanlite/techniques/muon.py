@@ -2,8 +2,8 @@
 kellerjordan.github.io/posts/muon; at scale: Moonlight, arXiv:2502.16982). AdamW updates all other weights.
 
 The iteration needs the full matrix. Each matrix is assigned to one of the ranks that it is sharded over or replicated
-on. That rank gathers it, iterates and sends the shards of the result back, so that the work is done once, and no sum
-depends on the layout. Momentum has the shards of the weights.
+on. That rank gathers it, iterates and sends the shards of the result back. So the work is done once, and no sum depends
+on the layout. Momentum is sharded like the weights.
 """
 
 import functools
@@ -21,20 +21,20 @@ from titanlite.optimizer import build_adam, parameter_groups
 from titanlite.parallel.shards import Slice, local_shard, shard_slice
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
-"""Of the odd polynomial that moves singular values towards 1, to between about 0.7 and 1.2 (Keller Jordan)."""
+"""Coefficients of the odd polynomial that moves singular values to between about 0.7 and 1.2 (Keller Jordan)."""
 PLACEMENT = "device_mesh", "placements"
-"""What the slices of a weight depend on, besides its shape and the ranks."""
+"""Attributes that decide, with the shape and the ranks, which slices of a weight the ranks have."""
 RMS = 0.2
-"""Root mean square of an update relative to the learning rate, about that of AdamW (arXiv:2502.16982, section 2.2)."""
+"""Root mean square of an update over the learning rate; AdamW's is about the same (arXiv:2502.16982, section 2.2)."""
 
 
 class Unit(NamedTuple):
-    """What one rank orthogonalizes: a matrix, or some of the experts of a stack of matrices.
+    """The work of one rank in a round: a matrix to orthogonalize, or some experts of a stack of matrices.
 
     Attributes:
-        number: of the weight, among the optimizer's matrices.
-        shape: of the unit.
-        first: the first expert; 0 of a matrix.
+        number: index of the weight among the optimizer's matrices.
+        shape: the unit's shape.
+        first: number of the first expert; 0 for a matrix.
     """
 
     number: int
@@ -43,21 +43,21 @@ class Unit(NamedTuple):
 
 
 def is_orthogonalized(name: str, parameter: Tensor) -> bool:
-    """Return whether Muon updates a parameter: a matrix of a layer, or a stack of them, and not the embedding, the
-    output head, a norm or a bias."""
+    """Return whether Muon updates a parameter: a matrix of a layer or a stack of them, but no embedding, output head,
+    norm or bias."""
     return name.startswith("layers.") and parameter.dim() >= 2 and not name.endswith("bias")
 
 
 def newton_schulz(matrix: Tensor, n_steps: int) -> Tensor:
-    """Return about the nearest orthogonal matrix, U V^T of the singular value decomposition.
+    """Return approximately the nearest orthogonal matrix, U V^T of the singular value decomposition.
 
     Args:
-        matrix: [..., rows, columns]; computed in its data type.
+        matrix: [..., rows, columns]. The iteration computes in its data type.
     """
     a, b, c = COEFFICIENTS
     transposed = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.mT if transposed else matrix
-    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)  # no singular value is above 1
+    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)  # all singular values are at most 1
     for _ in range(n_steps):
         product = x @ x.mT
         x = a * x + (b * product + c * product @ product) @ x
@@ -65,8 +65,8 @@ def newton_schulz(matrix: Tensor, n_steps: int) -> Tensor:
 
 
 def assign(shapes: Sequence[tuple[int, ...]], n_ranks: int) -> list[list[Unit]]:
-    """Return rounds of units, of which each rank takes one, in order of the ranks. Experts are divided among all ranks.
-    Then come the matrices, those with the most work first, so that the units of a round are about alike."""
+    """Return rounds of units. In a round, rank r takes the unit with index r. First come experts, divided among all
+    ranks; then matrices, those with the most work first, so that the units of a round take about as long."""
     experts, matrices = list[Unit](), list[Unit]()
     for number, shape in enumerate(shapes):
         if len(shape) == 2:
@@ -81,13 +81,13 @@ def assign(shapes: Sequence[tuple[int, ...]], n_ranks: int) -> list[list[Unit]]:
 
 
 def work_of(shape: tuple[int, ...]) -> int:
-    """Return what the floating-point operations of an iteration on matrices grow with."""
+    """Return a number in proportion to the floating-point operations of an iteration on matrices."""
     return math.prod(shape) * min(shape[-2:])
 
 
 class Slices:
-    """The slices of a unit that the ranks of a mesh have, in order of the ranks; of size 0 where a rank has none of it.
-    The ranks of a replica have the same one."""
+    """The slices of a unit that the ranks of a mesh have, in order of the ranks. A rank without any has one of size 0;
+    replicas have the same slice."""
 
     def __init__(self, unit: Unit, of_weight: Iterable[Slice]):
         self.of_ranks = [_of_unit(unit, each) for each in of_weight]
@@ -97,8 +97,8 @@ class Slices:
             self._ranks.setdefault(each, []).append(rank)
 
     def sent(self, rank: int, owner: int) -> int:
-        """Return how many elements a rank sends to the unit's owner. Of several replicas one sends: the owner's own, or
-        another one for each owner."""
+        """Return how many elements a rank sends to the unit's owner. One of several replicas sends: the owner itself if
+        it has the slice; otherwise owners take turns among the replicas."""
         own = self.of_ranks[rank]
         replicas = self._ranks[own]
         sender = owner if self.of_ranks[owner] == own else replicas[owner % len(replicas)]
@@ -106,7 +106,7 @@ class Slices:
 
 
 def _of_unit(unit: Unit, of_weight: Slice) -> Slice:
-    """Return the slice of a unit that is in a slice of its weight."""
+    """Return the part of a weight's slice that belongs to a unit, as a slice of the unit."""
     if len(unit.shape) == 2:
         return of_weight
     (first, *offset), (n, *size) = of_weight
@@ -130,7 +130,7 @@ class Muon(torch.optim.Optimizer):
         matrices: weights, plain or DTensors.
         group: the ranks that have shards of the matrices; None: this one alone.
 
-    State of a matrix: momentum_buffer, with the weight's shape, type and placements.
+    The state of a matrix is its momentum_buffer, with the weight's shape, type and placements.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Muon(torch.optim.Optimizer):
         self.dtype = getattr(torch, optimizer.muon_dtype)
         self._rank, self._n_ranks = (group.rank(), group.size()) if group else (0, 1)
         self.clip: Any = None
-        """A qk_clip.QkClip, whose step follows each one of this optimizer."""
+        """A qk_clip.QkClip. Its step follows each step of this optimizer."""
         self._step_supports_amp_scaling = getattr(adamw, "_step_supports_amp_scaling", False)
         own = {"params": list(matrices), "weight_decay": optimizer.weight_decay, "is_muon": True}
         groups = adamw.param_groups + ([own] if matrices else [])
@@ -152,8 +152,8 @@ class Muon(torch.optim.Optimizer):
 
     @functools.cached_property
     def _rounds(self) -> list[list[Assignment]]:
-        """The assignments of each round. They are computed in the first step, in which ranks tell each other which
-        slices they have. Fake ones cannot."""
+        """The assignments of each round. The first step computes them, as ranks must tell each other which slices they
+        have: not at construction, since the fake ranks of a plan cannot."""
         keys = [(weight.shape, *(getattr(weight, name, None) for name in PLACEMENT)) for weight in self.matrices]
         weights = dict(zip(keys, self.matrices, strict=True))
         of_weights = {key: self._of_ranks(shard_slice(weight)) for key, weight in weights.items()}
@@ -164,7 +164,7 @@ class Muon(torch.optim.Optimizer):
         ]
 
     def _of_ranks(self, own: Slice) -> list[Slice]:
-        """Return the slices that the ranks have of a weight, in their order."""
+        """Return each rank's slice of a weight, in order of the ranks."""
         slices: list[Any] = [own] * self._n_ranks
         if self._group is not None:
             dist.all_gather_object(slices, own, self._group)
@@ -172,8 +172,8 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Take a step with gradients divided by `grad_scale`, and none where `found_inf` is 1. Every rank of the group
-        must call it."""
+        """Take a step with gradients divided by `grad_scale`; change nothing if `found_inf` is 1. Every rank of the
+        group must call it."""
         self.adamw.state = self.state
         self.adamw.param_groups = [group for group in self.param_groups if not group["is_muon"]]
         scaling = {name: getattr(self, name) for name in ("grad_scale", "found_inf") if hasattr(self, name)}
@@ -187,7 +187,7 @@ class Muon(torch.optim.Optimizer):
             self.clip.step(scaling.get("found_inf"))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget what a step has computed: gradients, and the largest attention logits."""
+        """Drop the results of a step: gradients, and the largest attention logits."""
         super().zero_grad(set_to_none)
         if self.clip is not None:
             self.clip.reset()
@@ -217,8 +217,8 @@ class Muon(torch.optim.Optimizer):
         buffer.copy_(buffer.where(scaling["found_inf"].bool(), new))
 
     def _gather(self, assignments: Sequence[Assignment], scaling: dict[str, Tensor]) -> tuple[Tensor, Any]:
-        """Start to send this rank's shards of Nesterov's momentum to the owners of a round. Return the buffer of what
-        it receives, and what to wait for."""
+        """Start to send this rank's shards of Nesterov's momentum to the owners of a round. Return the buffer that this
+        rank receives into, and the work to wait for."""
         sizes = [x.slices.sent(self._rank, x.owner) for x in assignments]
         sent = [self._nesterov(x, scaling) for x, size in zip(assignments, sizes, strict=True) if size]
         flat = torch.cat(sent) if sent else self._empty(0)
@@ -229,14 +229,14 @@ class Muon(torch.optim.Optimizer):
         return buffer, dist.all_to_all_single(buffer, flat, received, sizes, self._group, async_op=True)
 
     def _received(self, assignments: Sequence[Assignment]) -> list[int]:
-        """Return how many elements of its unit in a round this rank gets from each rank."""
+        """Return how many elements of its unit this rank gets from each rank in a round."""
         if self._rank >= len(assignments):
             return [0] * self._n_ranks
         slices = assignments[self._rank].slices
         return [slices.sent(rank, self._rank) for rank in range(len(slices.of_ranks))]
 
     def _nesterov(self, assigned: Assignment, scaling: dict[str, Tensor]) -> Tensor:
-        """Return this rank's shard of a unit's momentum, looking one gradient ahead, in the type of the iteration."""
+        """Return this rank's shard of a unit's Nesterov momentum (one gradient ahead), in the iteration's type."""
         weight = self.matrices[assigned.unit.number]
         momentum = self.state[weight]["momentum_buffer"]
         gradient, buffer = self._local_slice(assigned, weight.grad), self._local_slice(assigned, momentum)
@@ -287,12 +287,12 @@ class Muon(torch.optim.Optimizer):
 
 
 def stage_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return the group of all ranks that have the pipeline stages of this one, of a layout's mesh. They must all call
-    it. A pipeline gets a new group each time."""
+    """Return the group of all ranks of a layout's mesh that have the same pipeline stages as this one. All of them must
+    call it. A pipeline gets a new group at each call."""
     if mesh["pp"].size() == 1:
         return dist.group.WORLD
     ranks = mesh.mesh[mesh.get_local_rank("pp")].flatten().tolist()
-    return dist.new_group(ranks, use_local_synchronization=True)  # with gloo beside NCCL, for `Muon._of_ranks`
+    return dist.new_group(ranks, use_local_synchronization=True)  # it has gloo beside NCCL, for `Muon._of_ranks`
 
 
 def build_muon(

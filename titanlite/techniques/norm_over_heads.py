@@ -16,7 +16,7 @@ class NormOverHeads(nn.RMSNorm):
 
 
 def norm_over_heads(module: nn.Module, mesh: DeviceMesh, x: Tensor) -> Tensor:
-    """Return an RMSNorm of all heads together, of which each rank has some: the mean of squares is one over ranks."""
+    """Return an RMSNorm over all heads, of which each rank has some: the mean of squares is over all ranks."""
     wide = DTensor.from_local(x, mesh, [Shard(1)]).to(torch.promote_types(x.dtype, torch.float32))
     mean = wide.square().sum(-1, keepdim=True).redistribute(placements=[Replicate()]) / wide.shape[-1]
     return (wide * torch.rsqrt(mean + module.eps) * module.weight).to_local().to(x.dtype)

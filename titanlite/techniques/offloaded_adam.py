@@ -1,7 +1,7 @@
 """Adam with optimizer states in host memory, whose step the CPU takes (ZeRO-Offload, arXiv:2101.06840).
 
 Weights and gradients stay on the device. While the CPU updates one shard, the next one and its gradient are copied to
-host memory, and the one before is copied back. The kernel is torch's fused Adam on the CPU.
+host memory, and the previous one is copied back. The kernel is torch's fused Adam on the CPU.
 """
 
 from collections.abc import Iterable
@@ -32,7 +32,7 @@ class Slot:
             self.copied.synchronize()
 
     def wait_until_free(self) -> None:
-        """Have the host wait until the shard that the slot had is back on the device."""
+        """Have the host wait until the slot's previous shard is back on the device."""
         if self.free:
             self.free.synchronize()
 
@@ -55,10 +55,10 @@ class OffloadedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Take a step with gradients divided by `grad_scale`, and none where `found_inf` is 1."""
+        """Take a step with gradients divided by `grad_scale`; change nothing if `found_inf` is 1."""
         scaling = {name: getattr(self, name).cpu() for name in ("grad_scale", "found_inf") if hasattr(self, name)}
         if self._to_host:
-            self._to_host.wait_stream(torch.cuda.current_stream(self._device))  # which computes the gradients
+            self._to_host.wait_stream(torch.cuda.current_stream(self._device))  # gradients are computed there
         work = [(group, weight) for group in self.param_groups for weight in group["params"] if weight.grad is not None]
         for number in range(len(work) + 1):
             if number < len(work):
@@ -71,7 +71,7 @@ class OffloadedAdam(torch.optim.Optimizer):
     def _copy_to_host(self, weight: nn.Parameter, slot: Slot) -> None:
         slot.wait_until_free()
         shard, gradient = local_shard(weight), local_shard(weight.grad)
-        with torch.cuda.stream(self._to_host):  # nothing, without one
+        with torch.cuda.stream(self._to_host):  # does nothing if there is none
             slot.weight[: shard.numel()].copy_(shard.flatten(), non_blocking=True)
             slot.gradient[: shard.numel()].copy_(gradient.flatten(), non_blocking=True)
             if slot.copied:

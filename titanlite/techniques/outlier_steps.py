@@ -1,4 +1,4 @@
-"""Outlier steps: those with a far larger gradient norm than recent ones are skipped without an update."""
+"""Outlier steps: a step whose gradient norm is far above recent ones is skipped without an update."""
 
 from typing import Annotated, Any
 
@@ -19,10 +19,10 @@ class Saved(Record):
 
 class OutlierSteps:
     """Decides whether a step is taken: its gradient norm must be at most mean + sigma x standard deviation of the norms
-    of the last `window` steps that were taken. Until half a window of them is known, every finite step is taken.
+    of the last `window` taken steps. Until half a window of norms is known, every finite step is taken.
 
-    OLMo-core's SkipStepOptimizer has the same idea (olmo_core/optim/skip_step_optimizer.py). Here only norms of steps
-    that were taken count, and the decision stays on the device.
+    OLMo-core's SkipStepOptimizer has the same idea (olmo_core/optim/skip_step_optimizer.py). Here the norms of skipped
+    steps do not count, and the decision stays on the device.
     """
 
     def __init__(self, sigma: float, window: int, device: torch.device):
@@ -30,14 +30,14 @@ class OutlierSteps:
         self.n_skipped = 0
         """Steps skipped since the run began."""
         self.message = ""
-        """What to say about the last step that was skipped."""
+        """The message about the last step that was skipped."""
         self._in_a_row = 0
         self._norms = torch.full((window,), torch.nan, dtype=torch.float64, device=device)  # oldest first; nan: none
         self._limit = torch.full((), torch.inf, dtype=torch.float64, device=device)
 
     def taken(self, norm: Tensor, finite: Tensor) -> Tensor:
-        """Return whether to take a step with this gradient norm, and remember the norm if so. All are scalars on the
-        device; the host does not wait for them."""
+        """Return whether to take a step with this gradient norm, and record the norm if so. Arguments and result are
+        scalars on the device; the host does not wait for them."""
         known = ~self._norms.isnan()
         n = known.sum()
         mean = self._norms.nansum() / n
@@ -48,10 +48,10 @@ class OutlierSteps:
         return taken
 
     def skipped(self, norm: float) -> bool:
-        """Return whether the last step, whose gradient norm this was, was skipped as an outlier; count it.
+        """Return whether the last step, which had this gradient norm, was skipped as an outlier, and count it if so.
 
         Raises:
-            TrainingError: if a full window of steps in a row were: their norms are no outliers, but the new normal.
+            TrainingError: if a full window of steps in a row was skipped: such norms are no outliers.
         """
         limit = self._limit.item()
         outlier = limit < norm < torch.inf

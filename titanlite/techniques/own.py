@@ -25,7 +25,7 @@ from titanlite.parallel.tensor import BLOCK_STYLES
 
 @dataclasses.dataclass(frozen=True)
 class Own(Parts):
-    """Holds the user's own parts of a run; those that are not given are titanlite's (titanlite/config/own.py)."""
+    """Holds the user's own parts of a run; titanlite's are used for the others (titanlite/config/own.py)."""
 
     digest: str = "in Python"
 
@@ -35,8 +35,8 @@ class Own(Parts):
         return load_own, (self.place,)
 
     def prepare(self, stage: Llama, model: Model, training: Training, parallelism: Parallelism) -> None:
-        """Give the own blocks of a stage their styles, and run them on the meta device, where it costs nothing. Raises
-        ConfigError with a line for each that some layout would compute otherwise."""
+        """Give the own blocks of a stage their parallel styles, and run them on the meta device, where it costs
+        nothing. Raises ConfigError with a line for each block that would compute something else under some layout."""
         problems: list[str] = []
         for layer, block in stage.layers.items() if self.block else ():
             block.styles = self.styles
@@ -50,7 +50,7 @@ class Own(Parts):
             raise ConfigError(problems)
 
     def _wrong_names(self, block: nn.Module, is_sharded: bool) -> Iterator[tuple[str, str]]:
-        """Yield the modules and tensors of a block that no layout knows, and why."""
+        """Yield the modules and tensors of a block that layouts cannot shard, each with the reason."""
         theirs = [name for name, module in block.named_modules() if isinstance(module, ShardsWeights)]
         for name, module in block.named_modules():
             if any(f"{name}.".startswith(f"{each}.") for each in theirs):
@@ -69,8 +69,8 @@ class Own(Parts):
     def check_loss(
         self, model: Model, parallelism: Parallelism, group: dist.ProcessGroup, device: torch.device
     ) -> None:
-        """Compute the own loss of random logits: of all, of each half of the tokens and, under loss parallel, of each
-        rank's shard of the vocabulary. Every rank calls it. Raises ConfigError unless they and gradients are equal."""
+        """Compute the own loss of random logits in one call, by halves of the tokens and, under loss parallel, from
+        shards of the vocabulary. Every rank calls it. Raises ConfigError unless losses and gradients are equal."""
         if not self.loss:
             return
         vocab_size, generator = model.vocab_size, torch.Generator(device).manual_seed(0)
@@ -108,7 +108,7 @@ def _state(module: nn.Module) -> dict[str, Any]:
 
 
 def _wrong_forward(block: nn.Module, model: Model) -> dict[str, str]:
-    """Return what is wrong with the forward of a block, by name."""
+    """Return the problem with the forward of a block, by name; empty if there is none."""
     if not isinstance(block, Block):
         return {"": f"a {type(block).__name__}; expected a titanlite.model.Block, whose parts may be own"}
     dtype, options = next(block.parameters()).dtype, {"device": "meta"}
@@ -119,7 +119,7 @@ def _wrong_forward(block: nn.Module, model: Model) -> dict[str, str]:
         y_ND = block(x_ND, rope_TK2, None)
     except (RuntimeError, TypeError) as error:
         if isinstance(error, NotImplementedError) or "meta tensor" in str(error):
-            return {}  # it reads values, or an operator cannot run without
+            return {}  # the forward reads values, or an operator needs them
         return {"forward": f"fails on x of {tuple(x_ND.shape)}: {str(error).splitlines()[0]}"}
     if y_ND.shape != x_ND.shape:
         return {"forward": f"makes {tuple(y_ND.shape)} of {tuple(x_ND.shape)}; expected the same shape"}
@@ -129,8 +129,8 @@ def _wrong_forward(block: nn.Module, model: Model) -> dict[str, str]:
 
 
 def load_own(place: str | Parts) -> Parts:
-    """Return the Own that FILE.py:NAME names, or is given; "": titanlite's parts. No folder is put on sys.path. Raises
-    ConfigError with a line if that fails."""
+    """Return the Own that `place` names as FILE.py:NAME, or is; "": titanlite's parts. No folder is put on sys.path.
+    Raises ConfigError with one line if that fails."""
     if not place or isinstance(place, Parts):
         return place or Parts()
     file, _, name = place.rpartition(":")

@@ -1,18 +1,18 @@
 """QK-clip (MuonClip, Kimi K2, arXiv:2507.20534, section 2.1): no head's attention logits grow without bound.
 
-After an optimizer step, each query head whose largest logit of the step, over the global batch, was above the threshold
-is scaled by gamma = threshold / largest, so that this logit would have been the threshold:
+An optimizer step is followed by a look at each query head's largest logit over the global batch. Where it was above the
+threshold, the head's logits are scaled by gamma = threshold / largest, by which it would have been the threshold:
 
-- Of heads that have a KV head each, the weights of queries and of keys are scaled by sqrt(gamma).
-- A KV head that several query heads share stays, since its factor would also be that of heads with smaller logits:
-  the weights of queries are scaled by gamma.
+- If each query head has a KV head of its own, the weights of queries and of keys are scaled by sqrt(gamma).
+- If several query heads share a KV head, its weights stay, since scaling them would also change the logits of the other
+  heads: only the weights of queries are scaled, by gamma.
 - With latent attention, channels without rotary embedding are scaled by sqrt(gamma) in queries and in keys. The rotated
   keys, which all heads share, stay, and rotated queries are scaled by gamma.
 
-Attention backends return no logits. A hook multiplies queries and keys once more, in blocks of queries and without
-gradients: B x T x S x K floating-point operations for each query head under the causal mask, one of the 7 products of
-attention's forward and backward, and again where a layer is recomputed. Each logit is written to memory and read once,
-which on a GPU takes longer than the product.
+Attention backends return no logits. So a hook multiplies queries and keys once more, in blocks of queries and without
+gradients, and again where a layer is recomputed. Under the causal mask this takes B x T x S x K floating-point
+operations per query head: one of the 7 products of attention's forward and backward. Each logit is written to memory
+and read once, which on a GPU takes longer than the product.
 
 Shapes: B batch, T tokens of this rank, S tokens of the sequence, H query heads, G KV heads, M = H / G, K head_dim, L
 layers of this rank.
@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from titanlite.parallel.shards import local_shard, shard_slice
 
 LOGITS, BLOCKS = 2**24, 8
-"""Most logits of a block of queries, in all heads: 32 MiB in bfloat16, which caches of devices have. And the fewest
-blocks, so that little is computed that the causal mask leaves out."""
+"""Most logits of a block of queries, over all heads: 32 MiB in bfloat16, which a device's cache holds. And the least
+number of blocks: more blocks compute fewer logits that the causal mask leaves out."""
 
 
 class QkClip:
@@ -39,7 +39,7 @@ class QkClip:
     Args:
         model: all layers of this rank.
         group: the ranks that have these layers; None: this one alone.
-        tensor_rank: of this rank among those that the heads are sharded over.
+        tensor_rank: number of this rank among those that the heads are sharded over.
     """
 
     def __init__(self, model: nn.Module, threshold: float, group: dist.ProcessGroup | None, tensor_rank: int):
@@ -53,14 +53,14 @@ class QkClip:
             attention.inner_attention.register_forward_pre_hook(functools.partial(self._record, largest_H))
 
     def reset(self) -> None:
-        """Forget the logits of a step."""
+        """Drop the logits of a step."""
         self.largest_LH.fill_(-math.inf)
 
     def _record(self, largest_H: Tensor, inner_attention: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Record the largest logits of a forward, if it is one of training. Recording it again changes nothing."""
+        """Record the largest logits of a training forward. Recording a forward again changes nothing."""
         if not torch.is_grad_enabled():
             return
-        q_BTHK, k_BTGK, _, documents, *_ = *inputs, None  # a document alone comes without the last one
+        q_BTHK, k_BTGK, _, documents, *_ = *inputs, None  # a forward of one document lacks the last argument
         n_heads, ring, ulysses = q_BTHK.shape[2], *(getattr(inner_attention, name, "") for name in ("ring", "ulysses"))
         own_H = largest_H[self.tensor_rank * n_heads :][:n_heads]
         positions = None if documents is None else documents.positions_BT
@@ -95,7 +95,7 @@ def _queries(attention: nn.Module) -> nn.Module:
 
 
 def _factors(attention: nn.Module, gamma_H: Tensor) -> list[tuple[nn.Module, Tensor]]:
-    """Return linear layers and the factor of each of their outputs."""
+    """Return the linear layers to scale, each with a factor for each of its outputs."""
     root, queries = gamma_H.sqrt(), _queries(attention)
     if hasattr(attention, "wkv_b"):
         plain, rotated, values = attention.nope_dim, attention.rope_dim, attention.v_head_dim
@@ -109,7 +109,7 @@ def _factors(attention: nn.Module, gamma_H: Tensor) -> list[tuple[nn.Module, Ten
 
 
 def _on_device(numbers: Tensor, device: torch.device) -> Tensor:
-    """Copy numbers of the host, which does not wait for the device."""
+    """Copy numbers to the device without having the host wait."""
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
 
 
@@ -117,19 +117,19 @@ def _repeat(factor_H: Tensor, n: int) -> Tensor:
     return factor_H.unsqueeze(1).expand(-1, n)
 
 
-# An operator: opaque to activation checkpointing, which saves products, and to torch.compile.
+# A custom operator: selective AC, which saves products, and torch.compile do not look into it.
 @torch.library.custom_op("titanlite::record_largest_logits", mutates_args=("largest_H",))
 def record(
     largest_H: Tensor, q: Tensor, k: Tensor, document_positions: Tensor | None, window: int, ring: str, ulysses: str
 ) -> None:
-    """Raise `largest_H` to the largest logit of each head: of a query [B, T, H, K] and a key [B, T, G, K] that it
-    attends to. `document_positions`, of all tokens of the Ulysses ranks, and the names of groups are those of
+    """Raise `largest_H` to the largest logit of each head, over queries [B, T, H, K] and those keys [B, T, G, K] that
+    they attend to. `document_positions`, of all tokens of the Ulysses ranks, and the names of groups are as in
     parallel/tiled_attention.py."""
     batch, tokens, n_heads, head_dim = q.shape
     at_T = torch.arange(tokens, device="cpu")
     if ring or ulysses:
         k, at_T, document_positions = _gathered(k, document_positions, ring, ulysses)
-    # A query attends to the keys of its document in its window: neighbours in the sequence, up to its own.
+    # A query attends to neighbouring keys, from the first in its document and window up to its own.
     before_BT = at_T.unsqueeze(0) if document_positions is None else document_positions
     first_BT = at_T - before_BT.clamp(max=window - 1 if window else None, min=0)
     q_BTGMK, most = q.unflatten(2, (k.shape[2], -1)), LOGITS // (batch * n_heads * k.shape[1])
@@ -138,7 +138,7 @@ def record(
         queries, keys = q_BTGMK[:, int(block[0]) : int(block[-1]) + 1], k[:, begin:end]
         logits_BGMTS = torch.einsum("btgmk,bsgk->bgmts", queries, keys)
         first_BT1, at_T1 = (_on_device(x[..., block], q.device).unsqueeze(-1) for x in (first_BT, at_T))
-        left, right = int(first_BT[:, block].max()), int(at_T[block].min()) + 1  # all see the keys between
+        left, right = int(first_BT[:, block].max()), int(at_T[block].min()) + 1  # every query sees the keys between
         for some in ((begin, left), (right, end)) if left < right else ((begin, end),):
             key_S = torch.arange(*some, device=q.device)
             unseen_BTS = (key_S > at_T1) | (key_S < first_BT1)

@@ -1,6 +1,6 @@
 """Samples of a training run: after each validation, some prompts are continued with the weights of that step.
 
-There is no KV cache. Each token costs a forward of full sequences, in batches of the validation's shape, so this works
+There is no KV cache. Each token takes a forward of full sequences in batches of the validation's shape. So this works
 under every layout whose ranks have full sequences, and nothing is compiled again.
 """
 

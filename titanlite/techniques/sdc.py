@@ -23,14 +23,14 @@ from titanlite.train_step import Observer, TrainStep
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 CHUNK_ELEMENTS = 2**22
-"""Elements that are hashed at a time, since their bits take 8 bytes each then."""
+"""Elements that are hashed at a time: while it is hashed, an element takes 8 bytes."""
 
 
 @torch.no_grad()
 def hash_of_bits(tensor: Tensor) -> Tensor:
-    """Return a hash of a plain tensor's bits and their positions, an int64 scalar on its device: the sum of each
-    element's bits, 32 at most, times an odd number of its own, modulo 2**64. An odd factor loses no bit, so a change of
-    one element always changes the sum; sums of integers do not depend on their order."""
+    """Return a hash of a plain tensor's bits and their positions, an int64 scalar on its device. It is the sum modulo
+    2**64 of each element's bits (at most 32) times an odd number that depends on the position. An odd factor loses no
+    bit, so a change of one element always changes the sum; a sum of integers does not depend on their order."""
     bits = tensor.detach().contiguous().reshape(-1).view(INTEGERS[tensor.itemsize])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, len(bits), CHUNK_ELEMENTS):
@@ -42,11 +42,11 @@ def hash_of_bits(tensor: Tensor) -> Tensor:
 
 
 class CorruptionCheck(Observer):
-    """Compares replicas and repeated steps. Every rank must make the same calls. The checkpointer, if there is one,
-    calls checkpoints good only when a later check has agreed.
+    """Compares replicas and repeated steps. Every rank must make the same calls. A checkpointer, if there is one, takes
+    a checkpoint for good only after a later check that found no difference.
 
     Args:
-        freq: every how many steps.
+        freq: number of steps from one check to the next.
         guard: has the loss scale of a step.
     """
 
@@ -65,7 +65,7 @@ class CorruptionCheck(Observer):
             checkpointer.agreed_step = 0
 
     def after_backward(self, step: int, batches: list[Batch], loss_sum: Tensor, *, is_test: bool) -> None:
-        """Check a step if it is due, and always the test of the last weights. Raises TrainingError as `check` does."""
+        """Check a step if it is due, and always the test of the last weights. Raises TrainingError, see `check`."""
         if is_test or step % self.freq == 0:
             self.check(step, loss_sum, lambda: self.train_step.forward_backward(batches, self.guard.loss_scale))
 
@@ -73,12 +73,12 @@ class CorruptionCheck(Observer):
         """Compare a step's loss and gradients with those of `compute_again`, and the weights with their replicas'.
 
         Args:
-            step: the step whose gradients are in the parameters; those of the second time replace them.
-            loss_sum: what the first forward and backward returned as this rank's sum of token losses.
+            step: the step whose gradients are in the parameters. The gradients of the repeated step replace them.
+            loss_sum: this rank's sum of token losses, from the first forward and backward.
             compute_again: does the same forward and backward again.
 
         Raises:
-            TrainingError: on every rank, if two of them differ on any.
+            TrainingError: on every rank, if some rank found a difference.
         """
         gradients = self._hashes_of_gradients()
         self.optimizer.zero_grad()
@@ -106,7 +106,7 @@ class CorruptionCheck(Observer):
         return torch.stack([none if grad is None else hash_of_bits(plain_shard(grad)).cpu() for grad in gradients])
 
     def _different_replicas(self) -> list[tuple[int, list[int], str]]:
-        """Return the ranks whose bits of a weight differ from their replicas', of those that replicate this rank's."""
+        """Return which replicas of this rank's weights differ in their bits: (2, ranks, names of the weights)."""
         by_replicas: dict[tuple[DeviceMesh, tuple[int, ...]], list[str]] = {}
         for name, parameter in self.parameters.items():
             axes = _replicated_axes(parameter)
@@ -130,7 +130,7 @@ def _replicated_axes(parameter: nn.Parameter) -> tuple[int, ...]:
 
 
 def _gathered(own: Tensor, mesh: DeviceMesh, axes: Iterable[int]) -> Tensor:
-    """Return [replicas, parameters]: the hashes of all replicas along some axes of a mesh, in the order of
+    """Return the hashes of all replicas along some axes of a mesh, [replicas, parameters], in the order of
     `_replica_ranks`."""
     gathered = own[None]
     for axis in reversed(tuple(axes)):
@@ -141,13 +141,13 @@ def _gathered(own: Tensor, mesh: DeviceMesh, axes: Iterable[int]) -> Tensor:
 
 
 def _replica_ranks(mesh: DeviceMesh, axes: tuple[int, ...]) -> list[int]:
-    """Return the ranks that have the same shard as this rank, the first axis outermost."""
+    """Return the ranks that have the same shard as this rank; the first axis varies slowest."""
     place = tuple(slice(None) if axis in axes else n for axis, n in enumerate(mesh.get_coordinate()))
     return mesh.mesh[place].flatten().tolist()
 
 
 def _minority(ranks: list[int], hashes: tuple[int, ...]) -> list[int]:
-    """Return the ranks that differ from more than half of all; without such a majority, all."""
+    """Return the ranks whose hash differs from that of the majority; all ranks if there is no majority."""
     counts = {value: hashes.count(value) for value in hashes}
     most = max(counts, key=counts.__getitem__)
     return [rank for rank, value in zip(ranks, hashes, strict=True) if value != most or 2 * counts[most] <= len(ranks)]
@@ -158,8 +158,8 @@ def _and_more(names: list[str]) -> str:
 
 
 def _explanation(found: list[tuple[int, list[int], str]]) -> str:
-    """Return in one line which ranks differ in what. A wrong loss is the rank's own; wrong gradients may have reached
-    others when they were summed, so they are named only without it."""
+    """Return in one line which ranks differ in what. A wrong loss is the rank's own error. Wrong gradients may come
+    from another rank, as they are summed over ranks, so they are named only if no loss is wrong."""
     kinds = [
         "computed twice with different results",
         "computed twice with different results (or got it from a rank that did)",

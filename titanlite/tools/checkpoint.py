@@ -2,10 +2,10 @@
 
     titanlite checkpoint FOLDER
 
-FOLDER is a step-N folder, or one that contains such folders. Every byte is read and compared with its checksum. Then
-those are listed that no start resumes from: step-N.diverged, step-N.suspect, step-N.damaged.
+FOLDER is a step-N folder, or one that contains such folders. Every byte is read and compared with its checksum. The
+checkpoints that no start resumes from are listed afterwards: step-N.diverged, step-N.suspect, step-N.damaged.
 
-Exit status: 0 all that a start may resume from are complete and undamaged; 2 one is not, or there is none.
+Exit status: 0 every checkpoint that a start may resume from is complete and undamaged; 2 one is not, or there is none.
 """
 
 import time

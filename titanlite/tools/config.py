@@ -1,7 +1,7 @@
 """Print a resolved config, compare two, write the reference of all options, or convert a TOML file of torchtitan.
 
-titanlite config CONFIG [--section.key=value ...]     the config with every default filled in, as TOML, and what is
-                                                      wrong with its options, tokenizer and folders, as train says
+titanlite config CONFIG [--section.key=value ...]     the config with every default filled in, as TOML, and the
+                                                      problems that train would report
 titanlite config A B                                  the options that differ between two configs or runs (folders
                                                       with a config.toml); exit status 1 if any does
 titanlite config --schema                             the JSON Schema of a config, for editors
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
 
 
 def compare(*names: str) -> int:
-    """Print the options that differ between two configs, and return 1 if there are any, else 0. The folder of a run
+    """Print the options that differ between two configs, and return 1 if there are any, otherwise 0. A run's folder
     stands for its config.toml. Raises ConfigError if a config is wrong."""
     files = [f"{name}/config.toml" if "/" in name and Path(name).is_dir() else name for name in names]
     changed = differences(*(options_by_key(load([file]).config) for file in files))

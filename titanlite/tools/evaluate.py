@@ -2,10 +2,10 @@
 
     titanlite eval FOLDER --dataset NAME [--dataset-path PATH] [--training.key=value ...]
 
-FOLDER is a checkpoint's step-N folder, the folder of a run or of its checkpoints, of which the newest is taken, or a
+FOLDER is a checkpoint's step-N folder, a run's folder or that of its checkpoints (the newest one is taken), or a
 Hugging Face folder (config.json and safetensors). The dataset is one that training.dataset can name: pydoc_topics,
 text, json, parquet, c4 or hub. All of its documents are read once, in order, as packed sequences. Other options of
-[training], such as --training.dataset_text_key=content, say how they are read.
+[training], such as --training.dataset_text_key=content, say how documents are read.
 
 Prints the loss in nats per token, by the rule of training and validation, and the perplexity. Several ranks share the
 work and the weights (FSDP): torchrun --nproc-per-node=N -m titanlite eval FOLDER ...
@@ -29,7 +29,7 @@ OPTIONS = ("dataset", "dataset_path", "dataset_split", "seq_len", "local_batch_s
 MORE_OPTIONS = ("dataset_config", "dataset_text_key", "text_sample_by", "cache_folder", "loss_chunks")
 MORE_OPTIONS += ("attention_backend", "mixed_precision_param", "packing", "dataset_format", "dataset_messages_key")
 MORE_OPTIONS += ("dataset_prompt_key", "dataset_response_key", "long_conversations", "special_tokens_in_text")
-"""Options of [training] that an evaluation reads besides."""
+"""Further options of [training] that an evaluation reads."""
 
 
 def main(argv: list[str]) -> int:
@@ -81,8 +81,8 @@ def main(argv: list[str]) -> int:
 
 
 def evaluate(config: Any, launch: Launch, folder: Any, tokenizer: Any) -> tuple[float, int]:
-    """Return the loss of a folder's model on the dataset of a resolved config, and how many sequences that has. Every
-    rank must call it. Raises ConfigError if the weights or the data cannot be read, or the loss is not finite."""
+    """Return the loss of a folder's model on the dataset of a resolved config, and the dataset's number of sequences.
+    Every rank must call it. Raises ConfigError if weights or data cannot be read, or the loss is not finite."""
     from titanlite import build
     from titanlite.launch.process_group import device_of
     from titanlite.launch.progress import progress
@@ -105,8 +105,8 @@ def evaluate(config: Any, launch: Launch, folder: Any, tokenizer: Any) -> tuple[
 
 
 def open_sequences(tokenizer: Any, training: Training, *, builds_cache: bool) -> Any:
-    """Return all documents of a dataset, in their order, as packed sequences to be read once. `builds_cache` is as for
-    training. Raises ConfigError if they cannot be read."""
+    """Return all documents of a dataset, in order, as packed sequences to be read once. `builds_cache`: this rank
+    builds the token cache. Raises ConfigError if documents cannot be read."""
     from titanlite.data.open import open_cache, pack_once
     from titanlite.data.source import Source
 

@@ -1,4 +1,4 @@
-"""HTML pages of the commands: text and figures in one file, which needs no other.
+"""HTML pages of the commands: text and figures in one self-contained file.
 
 Figures are SVG inside the page, with their text as text. The same content gives the same bytes.
 """
@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from rich.console import Console, RenderableType
 
 WIDTH = 11.0
-"""Of a figure, in inches of 96 pixels on a screen."""
+"""Width of a figure in inches; an inch is 96 pixels on a screen."""
 STYLE = {"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"], "font.size": 9, "axes.titlesize": 9}
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8">
@@ -35,24 +35,24 @@ pre {{ font: 12px/1.2 "DejaVu Sans Mono", Menlo, Consolas, monospace; overflow-x
 
 
 def page(title: str, body: str) -> str:
-    """Return a page with this title, as text, and this body, as HTML."""
+    """Return a page with a title, which is plain text, and a body, which is HTML."""
     return PAGE.format(title=html.escape(title), body=body)
 
 
 def printed(content: RenderableType, width: int) -> str:
-    """Return what the terminal shows of some content on so many columns, as HTML."""
+    """Return content as HTML, in the form that a terminal of `width` columns shows it."""
     console = Console(record=True, width=width, file=io.StringIO(), highlight=False)
     console.print(content)
     return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
 
 def figure_style() -> AbstractContextManager[None]:
-    """Return a context in which figures are drawn in the pages' style, instead of the user's matplotlibrc."""
+    """Return a context in which figures have the pages' style, whatever the user's matplotlibrc says."""
     return style.context(["default", STYLE])
 
 
 def svg_figure(figure: Figure, name: str, caption: str, *, title: str = "") -> str:
-    """Return a figure with its caption, as HTML. The name is the prefix of its ids, which are unique in a page."""
+    """Return a figure with its caption, as HTML. The name prefixes its ids, which must be unique in a page."""
     heading = f"<h2>{title}</h2>\n" if title else ""
     caption = f"<figcaption>{html.escape(caption)}</figcaption>"
     return f"{heading}<figure>\n{_svg(figure, name)}{caption}\n</figure>\n"
@@ -64,7 +64,7 @@ def _svg(figure: Figure, name: str) -> str:
     with style.context({"svg.hashsalt": name}):
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     text = file.getvalue()
-    text = text[text.index("<svg") :]  # without the XML header
+    text = text[text.index("<svg") :]  # drops the XML header
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
     # A precision of a hundredth of a point is enough.
     return re.sub(r'\bd="[^"]*"', lambda match: re.sub(r"(\.\d\d)\d+", r"\1", match[0]), text)

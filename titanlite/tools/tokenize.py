@@ -2,11 +2,11 @@
 
     titanlite tokenize CONFIG [--section.key=value ...] [--verify]
 
-Builds what is missing of the token cache in training.cache_folder, for training and for validation. A build that is
-stopped continues where it was. Of several machines that share the folder one builds, and the others wait for it.
+Builds the missing parts of the token cache in training.cache_folder, for training and for validation. A build that was
+stopped continues where it was. If several machines share the folder, one builds and the others wait for it.
 Prints the documents, the tokens, the bytes of text per token, and the steps of an epoch and the epochs of the config;
-of a mixture, the epochs and the share of each dataset.
---verify also reads every token and compares it with its checksum; what is damaged is built again.
+for a mixture, the epochs and the share of each dataset.
+--verify also reads every token and compares it with its checksum; damaged parts are built again.
 
 Exit status: 0 the token cache is complete, or the command was asked to stop; 2 the config or the dataset is wrong; 1
 anything else.
@@ -46,7 +46,7 @@ def tokenize(argv: list[str]) -> None:
     from titanlite.data.open import open_cache, open_mixture, token_caches, tokenizer_of_run
 
     loaded = load([argument for argument in argv if argument != "--verify"]).config
-    # The tokens do not depend on the ranks. Steps may: if the config leaves both open, those of one shard are printed.
+    # Tokens do not depend on the number of ranks, but steps may. If the config leaves both open, one shard is assumed.
     config = resolve(loaded, max(loaded.parallelism.data_parallel_shard_degree, 1), on_cuda=False)
     if loaded.training.global_batch_size == loaded.parallelism.data_parallel_shard_degree == -1:
         ranks = quantity(config.parallelism.world_size, "rank")
@@ -77,7 +77,7 @@ def print_mixture(config: Config, sequences: MixedSequences) -> None:
 
 
 def describe(config: Config, cache: TokenCache, split: Split) -> str:
-    """Return the line about a split: its documents, tokens and bytes, and how much of the run the training split is."""
+    """Return a line on a split: its documents, tokens and bytes; for training also the steps of an epoch and epochs."""
     shards, training = cache.index.shards, config.training
     documents, tokens = (sum(getattr(shard, f"{split}_{what}") for shard in shards) for what in ("documents", "tokens"))
     text_bytes = sum(shard.text_bytes for shard in shards)

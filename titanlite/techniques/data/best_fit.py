@@ -1,8 +1,8 @@
 """Best-fit packing (arXiv:2404.10830): documents stay whole, and are put together so that few tokens are padding.
 
-The documents of a shard of the token cache are packed by themselves, the longest first, each into the sequence with the
-least free space that it fits into. The result is a packing table, a file that depends on the documents' lengths and the
-sequence length alone. So any rank finds sequence i at once, and the order is the same for any number of ranks.
+Each shard of the token cache is packed by itself: the longest document first, each into the fullest sequence that still
+has room for it. The result is a packing table, a file that depends on the documents' lengths and the sequence length
+alone. So any rank finds sequence i at once, and the order is the same for any number of ranks.
 
     <token cache>/best_fit-train-2048-split/packing.json    how many sequences each shard has
     <token cache>/best_fit-train-2048-split/00000.table     int64: where the documents of each sequence begin in the
@@ -32,19 +32,19 @@ from titanlite.loss import IGNORED
 INDEX = "packing.json"
 
 LongDocuments = Literal["split", "drop", "truncate", "reject"]
-"""What becomes of documents that are longer than a sequence."""
+"""How to treat documents that are longer than a sequence."""
 
 
 # Packing -------------------------------------------------------------------------------------------------------------
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the bin of each item, int64: bins of one capacity are filled with the longest items first, each into the
-    bin with the least free space that it fits into.
+    """Return the bin of each item, int64. All bins have one capacity. The longest items come first, each into the
+    fullest bin that still has room for it.
 
-    Items of one length are placed together. A bin that has been given one of them has the least free space of all, so
-    it is given as many of them as fit. This takes time in proportion to the items, of which there may be many, and to
-    their different lengths.
+    Items of one length are placed together: the bin that takes one of them is then the fullest that has room for the
+    next, so it takes as many as fit. The time grows with the number of items, which may be large, and with the number
+    of different lengths.
     """
     bins, n_bins = np.empty(len(lengths), np.int64), 0
     order = np.argsort(-lengths, kind="stable")
@@ -82,10 +82,10 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def split_documents(lengths: np.ndarray, seq_len: int, long: LongDocuments) -> np.ndarray:
-    """Return where each chunk of some documents that lie end to end begins, and its tokens, int64 [chunks, 2].
+    """Return where each chunk begins and how many tokens it has, int64 [chunks, 2], for documents laid end to end.
 
-    A chunk is a document, or T + 1 tokens of a longer one. The last token of such a chunk is the first of the next, as
-    every token but a document's first is a target once. A document of one token has none, and is left out.
+    A chunk is a document, or T + 1 tokens of a longer one. The last token of such a chunk is the first of the next, so
+    that every token except a document's first is a target once. A document of one token has no target and is left out.
     """
     starts, lengths = np.cumsum(lengths, dtype=np.int64) - lengths, lengths.astype(np.int64)
     if long == "drop":
@@ -94,15 +94,15 @@ def split_documents(lengths: np.ndarray, seq_len: int, long: LongDocuments) -> n
         lengths = np.minimum(lengths, seq_len + 1)
     n_chunks = np.maximum(-(-(lengths - 1) // seq_len), 0)
     number = np.arange(n_chunks.sum()) - np.repeat(np.cumsum(n_chunks) - n_chunks, n_chunks)
-    begins = number * seq_len  # of each chunk, in its document
+    begins = number * seq_len  # offset of each chunk in its document
     return np.stack(
         [np.repeat(starts, n_chunks) + begins, np.minimum(np.repeat(lengths, n_chunks) - begins, seq_len + 1)], axis=1
     )
 
 
 def pack(chunks: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Put chunks, int64 [chunks, 2], into sequences. Return where the chunks of each sequence begin, int64 [sequences +
-    1], and the chunks by sequence. Sequences are in the order of their first chunks, and have them in order."""
+    """Put chunks, int64 [chunks, 2], into sequences. Return the chunks sorted by sequence, and the index at which those
+    of each sequence begin, int64 [sequences + 1]. Sequences are in the order of their first chunks."""
     bins = best_fit_decreasing(chunks[:, 1], seq_len + 1)
     _, first, numbers = np.unique(bins, return_index=True, return_inverse=True)
     rank = np.empty(len(first), np.int64)
@@ -113,8 +113,8 @@ def pack(chunks: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def lay_out(documents: list[np.ndarray], seq_len: int, not_trained: int) -> Sequence:
-    """Return documents of at most T + 1 tokens together as a sequence. Tokens with the bit `not_trained` are no targets
-    (0: all are). Padding has ignored targets, and is a document of its own."""
+    """Return a sequence of some documents, which have at most T + 1 tokens together. Tokens with the bit `not_trained`
+    are no targets (0: all are). Padding has ignored targets, and is a document of its own."""
     stored = np.concatenate([np.empty(0, np.int64), *documents])
     tokens, n = stored & ~not_trained, len(stored)
     inputs, targets = np.zeros(seq_len, np.int64), np.full(seq_len, IGNORED, np.int64)
@@ -137,7 +137,7 @@ class Table(Record):
     sequences: Int63
     chunks: Int63
     xxh3_64: Checksum
-    """Of the file."""
+    """The file's checksum."""
 
     @property
     def file_size(self) -> int:
@@ -148,12 +148,12 @@ class PackingIndex(RecordWithChecksum):
     """The content of packing.json."""
 
     tables: list[Table]
-    """Of each shard of the token cache."""
+    """The packing table of each shard of the token cache."""
     documents: Int63
     long_documents: Int63
-    """Longer than a sequence: split, dropped or truncated."""
+    """Documents that are longer than a sequence, and so were split, dropped or truncated."""
     tokens: Int63
-    """In all sequences, without padding."""
+    """Tokens in all sequences, without padding."""
 
 
 def open_best_fit(cache: TokenCache, split: Split, training: Training, *, builds_cache: bool) -> "BestFit":
@@ -199,8 +199,8 @@ class BestFit:
         return np.cumsum([table.sequences for table in self.index.tables])
 
     def read_index(self, *, check_tables: bool) -> PackingIndex:
-        """Return packing.json. Raises as token_shards.read_record does, and DamagedShardError if it or a table is not
-        of this cache."""
+        """Return packing.json. Raises what token_shards.read_record raises, and DamagedShardError if packing.json or a
+        table belongs to another cache."""
         index = token_shards.read_record(self.folder / INDEX, PackingIndex)
         if len(index.tables) != len(self.cache.index.shards):
             raise DamagedShardError(f"{INDEX}: the number of shards differs")
@@ -254,7 +254,7 @@ class BestFit:
 
     @property
     def summary(self) -> str:
-        """The share of padding, and what became of long documents."""
+        """Return a line with the share of padding and what became of long documents."""
         padding = 1 - self.index.tokens / max(len(self) * (self.seq_len + 1), 1)
         documents = "documents" if self.long == "split" else "conversations"
         done = {"drop": "dropped", "truncate": "truncated"}.get(self.long, "split")
@@ -265,12 +265,12 @@ class BestFit:
 
     @property
     def identity(self) -> str:
-        """A hash of which documents each sequence has."""
+        """Return a hash of which documents each sequence has."""
         return checksum("/".join(table.xxh3_64 for table in self.index.tables).encode())
 
     def __getitem__(self, index: int) -> Sequence:
-        """Return a sequence; past the end, one of padding only. Raises TrainingError if the packing table is damaged,
-        and removes the index, so that the next start packs again."""
+        """Return a sequence; past the end, one of padding only. If the packing table is damaged, removes packing.json,
+        so that the next start packs again, and raises TrainingError."""
         if index >= len(self):
             return lay_out([], self.seq_len, 0)
         number = int(np.searchsorted(self._ends, index, side="right"))

@@ -1,11 +1,11 @@
-"""Chat templates: from the messages of a conversation to its tokens, and which of them the assistant has said.
+"""Chat templates: they turn the messages of a conversation into tokens, and tell which of them the assistant has said.
 
 transformers renders the template, which is data of the tokenizer, in jinja2's sandbox: it has no files, and no
 attributes that lead to code.
 
-What the template writes may be special tokens, and what a message holds never is, unless an option says otherwise. To
-tell them apart in any template, special tokens in messages are replaced before it runs by two characters each that
-stand for them.
+The template may write special tokens. Text in a message that spells one is ordinary text, unless an option says
+otherwise. To tell the two apart in any template, each special token in a message is replaced by two characters before
+the template runs, and put back afterwards.
 """
 
 import contextlib
@@ -29,19 +29,19 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.techniques.data.rows import KEYS, Row, conversation_of, unread_keys
 
 ESCAPE, BEGIN, END = "\ufdd0", "\ufdd1", "\ufdd2"
-"""Noncharacters of Unicode: ESCAPE and the character after it stand for a text of `escaped`; BEGIN and END are around
-what the assistant says."""
+"""Noncharacters of Unicode. ESCAPE and the character after it stand for a text of `escaped`; BEGIN and END enclose what
+the assistant says."""
 FIRST = 0xF0000
-"""The character after ESCAPE that stands for the first text; the others follow. It is of a plane for private use."""
+"""The character after ESCAPE that stands for the first text; the others follow. It is in a private-use plane."""
 LARGEST_CONVERSATION = 1000
-"""Messages, if the template has no {% generation %}: it then renders up to all of them for each of the assistant's."""
+"""Most messages without {% generation %}: the template then renders the conversation up to each of the assistant's."""
 THOUGHT = "</think>"
-"""What ends the reasoning in a message, which some templates drop."""
+"""The end of the reasoning in a message; some templates drop that reasoning."""
 TAGS = {
     "generation": rf"{{%\1 generation %}}{{% if true %}}{{{{'{BEGIN}'}}}}{{% endif \2%}}",
     "endgeneration": rf"{{%\1 if true %}}{{{{'{END}'}}}}{{% endif %}}{{% endgeneration \2%}}",
 }
-"""What is written for these tags of a template: all of it in blocks, so that white space beside them stays trimmed."""
+"""What replaces these tags of a template: blocks only, so that white space beside them is trimmed as before."""
 Regions = list[tuple[str, bool]]
 """The regions of a rendered text in order, and whether they are trained on."""
 
@@ -50,9 +50,9 @@ class Conversation(str):
     """The text of a conversation, or of its beginning up to an answer."""
 
     named: str
-    """The text, with special tokens by their names in `HuggingFaceTokenizer.ordinary`."""
+    """The text, in which special tokens have their names of `HuggingFaceTokenizer.ordinary`."""
     trained: list[tuple[int, int]]
-    """The characters of `named` that are trained on, by their limits."""
+    """The ranges of characters of `named` that are trained on, as (begin, end)."""
     is_beginning = False
     """Whether another conversation of the same row follows."""
 
@@ -87,8 +87,8 @@ class ChatTemplate:
         return ChatTemplate(tokenizer).identity
 
     def document(self, training: Training, values: dict[str, Any], unread: set[str]) -> list[Conversation]:
-        """Return the conversations of a row, by its columns, that are trained on; `unread` gets the keys of
-        its messages that the template does not read. Raises ValueError if it is none, or cannot be rendered."""
+        """Return the conversations of a row that are trained on, given the row's columns. Adds to `unread` the keys of
+        messages that the template does not read. Raises ValueError if the row is no conversation, or not renderable."""
         restart_time_limit()
         try:
             row = conversation_of(training, values)
@@ -107,8 +107,8 @@ class ChatTemplate:
         return found
 
     def conversations(self, row: Row, *, special: bool = False) -> list[Conversation]:
-        """Return the text of a row's messages, after those of their beginnings whose last answer is rendered in another
-        way when others follow, such as without its reasoning. With `special`, special tokens in messages are such.
+        """Return the conversation of a row's messages. Before it come its beginnings up to each answer that is rendered
+        in another way when others follow, as without its reasoning. `special`: messages may have special tokens.
         Raises ValueError if the template cannot render them, or its text does not tell what the assistant has said."""
         messages, tools, not_trained = row
         if not any(message["role"] == "assistant" for message in messages):
@@ -120,7 +120,7 @@ class ChatTemplate:
         messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
         escaped, tools_escaped = self._escape(messages, special), self._escape(tools, special)
         text = self._render(escaped, tools_escaped)
-        text.encode()  # UnicodeEncodeError, which is a ValueError, if it has half of a surrogate pair
+        text.encode()  # half of a surrogate pair raises UnicodeEncodeError, a ValueError
         if (escaped, tools_escaped) != (messages, tools) and self._read(text) != self._render(messages, tools):
             problem = f"{self.file} reads special tokens in messages, which are ordinary text; set "
             raise ValueError(f'{problem}training.special_tokens_in_text = "special", or remove them')
@@ -150,15 +150,15 @@ class ChatTemplate:
         return self.encode([self._conversation([(rendered, True)])], "uint32")[0].tolist()
 
     def encode(self, conversations: list[Conversation], dtype: DType) -> list[np.ndarray]:
-        """Return the tokens of each conversation; those that are not trained on have the bit `not_trained_bit`. A token
-        is trained on if it has a character that the assistant has said."""
+        """Return the tokens of each conversation. Tokens that are not trained on have the bit `not_trained_bit`: those
+        without a character that the assistant has said."""
         texts, bit = [own.named for own in conversations], np.uint32(not_trained_bit(dtype))
         encodings = self.tokenizer.encode_together(texts, self.tokenizer.ordinary, with_offsets=True)
         tokens = []
         for own, encoding in zip(conversations, encodings, strict=True):
             begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
             limits = np.array([*own.trained, (2**62, 2**62)], np.int64)
-            near = limits[np.searchsorted(limits[:, 1], begins, side="right")]  # the first to end after it begins
+            near = limits[np.searchsorted(limits[:, 1], begins, side="right")]  # the next region to end
             ids = np.array(encoding.ids, np.uint32)
             tokens.append(np.where(near[:, 0] < np.maximum(ends, begins + 1), ids, ids | bit).astype(dtype))
         return tokens
@@ -167,7 +167,7 @@ class ChatTemplate:
         return _analyzed(self.tokenizer.loaded.get_chat_template(tools=tools))
 
     def _escape(self, value: Any, special: bool = False) -> Any:
-        """Return a value with the texts of `escaped` in its strings replaced; `special`: but not special tokens."""
+        """Return a value with the texts of `escaped` in its strings replaced; if `special`, special tokens stay."""
         if isinstance(value, dict):
             return {self._escape(key, special): self._escape(item, special) for key, item in value.items()}
         if isinstance(value, list):
@@ -178,7 +178,7 @@ class ChatTemplate:
         return value
 
     def _read(self, text: str, *, named: bool = False) -> str:
-        """Return a rendered text with what was escaped; `named`: and with special tokens by their names."""
+        """Return a rendered text with what was escaped put back; if `named`, special tokens become their names."""
 
         def text_of_match(match: re.Match[str]) -> str:
             if match[0][0] != ESCAPE:
@@ -196,7 +196,7 @@ class ChatTemplate:
         options = {"tools": tools, "chat_template": source, "add_generation_prompt": add_generation_prompt}
         try:
             return self.tokenizer.loaded.apply_chat_template(messages, tokenize=False, **options)
-        except Exception as error:  # whatever a template does
+        except Exception as error:  # a template may raise anything
             line = getattr(error, "lineno", None)
             reason = f"line {line}: {reason_of(error)}" if line else reason_of(error)
             raise ValueError(f"{self.file} cannot render it: {reason}") from None
@@ -204,9 +204,9 @@ class ChatTemplate:
     def _regions_by_prefixes(
         self, messages: list[dict[str, Any]], tools: Any, text: str, not_trained: Collection[int]
     ) -> tuple[Regions, list[Regions]]:
-        """Return the regions of a rendered text, and those of the beginnings of a conversation that are rendered in
-        another way when more follows. The assistant has said what comes after the messages before and the beginning of
-        an answer, up to the end of the message."""
+        """Return the regions of a rendered text, and those of each beginning of the conversation that is rendered in
+        another way when more follows. The assistant's part of a text is what an answer adds to the messages before it
+        and the generation prompt."""
         regions, beginnings, end = [], [], 0
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -214,7 +214,7 @@ class ChatTemplate:
             through = text if index == len(messages) - 1 else self._render(messages[: index + 1], tools)
             before = self._before(messages[: index + 1], tools, through)
             if not through.startswith(before) and THOUGHT in str(message.get("content")):
-                # What is asked for begins with reasoning, which the template drops from any message: it may not see it.
+                # The prompt asks for reasoning, which the template drops from messages: hide its end from the template.
                 thought = message["content"].replace(THOUGHT, ESCAPE + chr(FIRST + self._numbers[THOUGHT]))
                 through = self._render([*messages[:index], {**message, "content": thought}], tools)
             if not through.startswith(before):
@@ -231,7 +231,7 @@ class ChatTemplate:
         return [*regions, (text[end:], False)], beginnings
 
     def _before(self, messages: list[dict[str, Any]], tools: Any, through: str) -> str:
-        """Return the rendered text before the last of some messages, which is an answer; `through` is that of all."""
+        """Return the rendered text before an answer, the last of some messages; `through` is the text of them all."""
         if len(messages) > 1:
             with contextlib.suppress(ValueError):  # some templates cannot render every beginning
                 return self._render(messages[:-1], tools, add_generation_prompt=True)
@@ -262,8 +262,8 @@ def encode_questions(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
 
 @functools.lru_cache(maxsize=4)
 def _analyzed(source: str) -> tuple[str, bool, frozenset[str]]:
-    """Return the source of a template with the TAGS, whether it has {% generation %} blocks, and the keys of messages
-    that it may read: its words."""
+    """Return the source of a template with the TAGS, whether it has {% generation %} blocks, and its words, which
+    include the keys of messages that it may read."""
     marked = source
     for tag, text in TAGS.items():
         marked = re.sub(rf"\{{%([-+]?)\s*{tag}\s*([-+]?)%\}}", text, marked)
@@ -272,7 +272,7 @@ def _analyzed(source: str) -> tuple[str, bool, frozenset[str]]:
 
 
 def _common(one: str, other: str) -> str:
-    """Return what two texts begin with."""
+    """Return the longest common beginning of two texts."""
     return "".join(a for a, b in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 

@@ -15,7 +15,7 @@ from titanlite.train_step import Observer, TrainStep
 
 
 class DatasetLosses(Observer):
-    """Adds up the token losses of each dataset over training steps, on every rank for the tokens that it contributes.
+    """Adds up the token losses of each dataset over training steps; each rank adds those of its own tokens.
 
     The output head passes on the token losses of one microbatch after the other, in the order of this rank's sequences.
     They are not read from the device before `totals` is called. `data_rank` is this rank's number among the
@@ -27,7 +27,7 @@ class DatasetLosses(Observer):
     ):
         self.mixture, self.loader, self.data_rank, self.device = mixture, loader, data_rank, train_step.device
         self.batch_size, self.degree = training.global_batch_size, train_step.parallelism.data_parallel_degree
-        self.tokens = training.seq_len // train_step.parallelism.context_parallel_degree  # of a sequence, on this rank
+        self.tokens = training.seq_len // train_step.parallelism.context_parallel_degree  # per sequence, on this rank
         self._recorded: list[Tensor] | None = None
         self._totals = self._zeros()
         if train_step.contributes_loss:
@@ -47,8 +47,8 @@ class DatasetLosses(Observer):
         self._recorded = []
 
     def after_backward(self, step: int, batches: list[Batch], loss_sum: Tensor, *, is_test: bool) -> None:
-        """Add what was recorded, of the global batch that ends where the loader is. A step of which this rank's losses
-        are not finite does not count."""
+        """Add the recorded losses. The loader's position is the end of their global batch. A step in which this rank
+        has a loss that is not finite does not count."""
         recorded, self._recorded = self._recorded, None
         position = self.loader.position
         if recorded and not is_test:
@@ -66,8 +66,8 @@ class DatasetLosses(Observer):
         return totals
 
     def metrics(self) -> dict[str, float]:
-        """Return what the mixture has read, and the mean token loss of each dataset that had a token, in nats, by tag.
-        Every rank must call it."""
+        """Return the tokens and epochs read of each dataset, and the mean token loss (nats) of those that had a token,
+        by tag. Every rank must call it."""
         rows = zip(self.mixture.names, self.totals().tolist(), strict=True)
         losses = {f"data/{name}/loss": loss / n_tokens for name, (loss, n_tokens) in rows if n_tokens}
         return self.mixture.metrics(self.loader.position) | losses

@@ -1,9 +1,9 @@
 """Mixtures: packed sequences of several datasets in one endless order, in exact shares, the same for any ranks.
 
-Indices are grouped into blocks of MIXTURE_BLOCK sequences. How many sequences of a block come from which dataset is
-decided by integer arithmetic: earliest deadline first, where the deadline of a dataset's next sequence is when its
-share of the order reaches it. So after any number of sequences each dataset has its exact share, rounded up or down.
-The order within a block is shuffled, so that no data-parallel rank always reads the same dataset.
+Indices are grouped into blocks of MIXTURE_BLOCK sequences. Integer arithmetic decides how many sequences of a block
+each dataset gets: earliest deadline first, where a dataset's next sequence is due when its share of the order reaches
+it. So after each block a dataset has its exact share of all sequences, rounded up or down. The order within a block is
+shuffled, so that no data-parallel rank always reads the same dataset.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def seed_of(name: str, seed: int) -> int:
 
 
 def integer_shares(options: list[MixedDataset], sizes: list[int]) -> list[int]:
-    """Return the shares of datasets that have `sizes` sequences, in proportion: their weights, or token budgets, or
-    sizes."""
+    """Return the shares of datasets as integers: in proportion to their weights or token budgets, or else to `sizes`,
+    their numbers of sequences."""
     if options[0].weight != -1:
         largest = max(each.weight for each in options)
         return [max(round(each.weight / largest * WEIGHT_OF_LARGEST), 1) for each in options]
@@ -45,8 +45,8 @@ def integer_shares(options: list[MixedDataset], sizes: list[int]) -> list[int]:
 
 
 def largest_count(options: MixedDataset, n_sequences: int, seq_len: int) -> int | None:
-    """Return how many sequences of a dataset may be read: its epochs, rounded down, or its token budget, rounded up to
-    a sequence. None: any number."""
+    """Return how many sequences of a dataset may be read, or None for any number. Its epochs are rounded down to a
+    sequence, its token budget up."""
     limits = []
     if options.epochs != -1:
         limits.append(int(Fraction(repr(options.epochs)) * n_sequences))  # repr: 0.29 is 29 hundredths, not less
@@ -61,7 +61,7 @@ class Component(NamedTuple):
     name: str
     sequences: PackedSequences
     content: str
-    """Identity of its tokens."""
+    """The identity of its tokens."""
     share: int
     """Share of the mixture, relative to the shares of the others."""
     limit: int | None
@@ -73,13 +73,13 @@ class Component(NamedTuple):
 
 
 class MixtureBlock(NamedTuple):
-    """One block of the order. Counts are sequences of each dataset that come before it, over all epochs."""
+    """One block of the order. `counts`: sequences of each dataset before the block, over all epochs."""
 
     first: int
     """Global index of its first sequence."""
     counts: tuple[int, ...]
     phase: tuple[int, ...]
-    """The counts from which on the shares hold: where the order began, or where a dataset was used up."""
+    """The counts since which the shares hold: those where the order began, or where a dataset was used up."""
 
 
 class _Mixture(Record):
@@ -95,8 +95,8 @@ class _Mixture(Record):
 class MixedSequences:
     """The training split of a mixture as an endless order of packed sequences, the same for any number of ranks.
 
-    `start` is where the order is entered, which `resumed` computes from a saved state. Once all datasets are used up,
-    which `check` rejects before a run, their limits no longer hold.
+    `start` is the block with which the order begins; `resumed` computes it from a saved state. `check` rejects a run
+    that would use up all datasets. Where one does so nevertheless, their limits no longer hold.
     """
 
     def __init__(self, components: list[Component], *, seed: int, start: MixtureBlock | None = None):
@@ -104,7 +104,7 @@ class MixedSequences:
         zeros = (0,) * len(components)
         self.start = start or MixtureBlock(0, zeros, zeros)
         self.others: dict[str, int] = {}
-        """Counts of datasets of an earlier mixture that this one has not."""
+        """Counts of datasets that an earlier mixture had and this one lacks."""
         self._recent = self.start
         self._walk = functools.lru_cache(maxsize=8)(self._walk_through)
 
@@ -114,7 +114,7 @@ class MixedSequences:
 
     @property
     def identity(self) -> str:
-        """Equal for two mixtures only if their global indices name the same sequences."""
+        """Return a text that is equal for two mixtures only if their global indices name the same sequences."""
         return "; ".join(map(str, self.components))
 
     def read(self, first: int, stride: int) -> Iterator[tuple[Sequence, None]]:
@@ -131,7 +131,7 @@ class MixedSequences:
         return [each.name for each in self.components]
 
     def datasets_of(self, positions: Iterable[int]) -> list[int]:
-        """Return the number of the dataset that has each of some ascending global indices."""
+        """Return, for each of some ascending global indices, the number of the dataset that has the sequence."""
         blocks = ((position, self._block_near(position)) for position in positions)
         return [self._walk(block)[0][position - block.first][0] for position, block in blocks]
 
@@ -159,8 +159,8 @@ class MixedSequences:
         return dict(zip(self.names, counts, strict=True))
 
     def resumed(self, loader_state: dict[str, Any] | None) -> MixedSequences:
-        """Return this mixture from where a run stopped, by the state of its loader; None: from its beginning. If it
-        stopped in another mixture, each dataset, by its name, continues from its count, and a new block begins."""
+        """Return this mixture as of the point where a run stopped, given the state of its loader; None: the beginning.
+        After another mixture, each dataset continues from the count under its name, and a new block begins."""
         if not loader_state:
             return self
         position = parse_part(loader_state, "data.next_sequence", Int63)
@@ -193,7 +193,7 @@ class MixedSequences:
             raise ConfigError([problem])
 
     def metrics(self, position: int) -> dict[str, float]:
-        """Return tokens and epochs of each dataset that come before a position, by their tags."""
+        """Return the tokens and epochs of each dataset before a position, by tag."""
         values: dict[str, float] = {}
         for each, count in zip(self.components, self.counts(position), strict=True):
             values[f"data/{each.name}/tokens"] = count * each.sequences.seq_len
@@ -202,7 +202,7 @@ class MixedSequences:
 
     def expected_counts(self, n: int) -> list[float]:
         """Return how many of the first n sequences come from each dataset, up to rounding, without a walk through all
-        blocks. They may not be more than the datasets' limits allow."""
+        blocks. The limits of the datasets must allow n sequences."""
         counts, left = [0.0] * len(self.components), float(n)
         while left and (active := {i: self.components[i] for i in self._active(counts)}):
             total = sum(each.share for each in active.values())
@@ -224,15 +224,15 @@ class MixedSequences:
         return [i for i, (each, count) in enumerate(pairs) if each.limit is None or count < each.limit]
 
     def _block_of(self, position: int, block: MixtureBlock) -> MixtureBlock:
-        """Return the block that a position is in, from an earlier block on."""
+        """Return the block that a position is in, walking there from an earlier block."""
         while position >= block.first + MIXTURE_BLOCK:
             block = self._walk(block)[1]
         return block
 
     def _walk_through(self, block: MixtureBlock) -> tuple[list[tuple[int, int]], MixtureBlock]:
-        """Return the dataset of each sequence of a block and its index in that dataset's order; and the next block."""
+        """Return (dataset, index in its order) for each sequence of a block, and the next block."""
         chosen, counts, phase = [], list(block.counts), block.phase
-        end = MIXTURE_BLOCK  # where all datasets are used up: no sequence from behind it comes before it
+        end = MIXTURE_BLOCK  # all datasets are used up from here on; shuffling does not cross it
         while len(chosen) < MIXTURE_BLOCK:
             chosen += self._choose(counts, phase, MIXTURE_BLOCK - len(chosen))
             if counts[chosen[-1]] == self.components[chosen[-1]].limit:  # it is used up
@@ -248,11 +248,11 @@ class MixedSequences:
         return order, after
 
     def _choose(self, counts: list[int], phase: tuple[int, ...], n: int) -> list[int]:
-        """Return the datasets of the next n sequences, or of fewer if one is used up, and add them to the counts.
+        """Return the datasets of the next n sequences, and count them. Returns fewer if a dataset is used up.
 
-        Of a phase's first m sequences, a dataset with the share w of all shares W has m w / W, rounded up or down. So
-        its sequence k (from 0) comes at the earliest as number floor(k W / w), and at the latest before number
-        ceil((k + 1) W / w). The earliest deadline first meets all deadlines, since the shares fill the order exactly.
+        A dataset with share w of W in total has m w / W of a phase's first m sequences, rounded up or down. So its
+        sequence k (from 0) has number floor(k W / w) at the earliest, and a number below ceil((k + 1) W / w).
+        Earliest deadline first meets all of these deadlines, since the shares fill the order exactly.
         """
         active = self._active(counts) or range(len(counts))
         shares = {i: self.components[i].share for i in active}
@@ -286,8 +286,8 @@ def _is_possible(state: _Mixture, position: int) -> bool:
 
 
 class MixedValidation:
-    """The validation splits of a mixture's datasets, each once. Sequences are interleaved evenly, so that the beginning
-    that a validation reads has all datasets in proportion to their splits."""
+    """The validation splits of a mixture's datasets, each once. Sequences are interleaved evenly: a validation that
+    reads only the first ones has each dataset in proportion to its split."""
 
     def __init__(self, splits: list[ValidationSequences]):
         self.splits = splits
@@ -300,7 +300,7 @@ class MixedValidation:
         return f"{self.n_sequences:,} packed sequences of {len(self.splits)} datasets"
 
     def __getitem__(self, index: int) -> Sequence:
-        """Return a sequence, or one of padding past the end, as ValidationSequences does."""
+        """Return a sequence; past the end, one of padding only, as ValidationSequences does."""
         if index >= self.n_sequences:
             return self.splits[0][self.splits[0].n_sequences]
         number = int(self._order[index])

@@ -1,4 +1,4 @@
-"""Own data (config/own.py): sequences that the user's object has by their index."""
+"""Own data (config/own.py): packed sequences from a user's object."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from titanlite.loss import IGNORED
 
 
 class OwnSequences:
-    """Sequences of an object whose [index] is the T + 1 tokens of one, the same at any time and on any rank, or a
-    titanlite.data.packing.Sequence. If it has a len, epochs follow one another; a validation split `pads` instead."""
+    """Sequences of a user's object. data[index] is T + 1 tokens or a titanlite.data.packing.Sequence, the same at any
+    time and on any rank. If the object has a len, epochs follow one another; a validation split `pads` instead."""
 
     def __init__(self, data: Any, training: Training, vocab_size: int, *, pads: bool = False):
         self.data, self.seq_len, self.vocab_size, self.pads = data, training.seq_len, vocab_size, pads
@@ -42,11 +42,11 @@ class OwnSequences:
     read = PackedSequences.read
 
     def state(self, position: int) -> dict[str, Any]:
-        """Return what a checkpoint has after `position` sequences were trained on, as plain JSON; more may be read."""
+        """Return the state after `position` sequences were trained on, as plain JSON. More may have been read."""
         return {"own": self.data.state(position)} if hasattr(self.data, "state") else {}
 
     def resumed(self, loader_state: dict[str, Any] | None) -> OwnSequences:
-        """Continue from where a run stopped, by the state of its loader; None: from the beginning."""
+        """Continue where a run stopped, given the state of its loader; None: from the beginning."""
         if loader_state and "own" in loader_state:
             self.data.load(loader_state["own"])
         return self
@@ -55,7 +55,7 @@ class OwnSequences:
 def open_own(
     build: Any, model: Model, training: Training, debug: Debug, validates: bool = False
 ) -> tuple[OwnSequences, OwnSequences | None, str]:
-    """Return the splits of own data and its identity. Raises ConfigError for options that ask for other data."""
+    """Return both splits of own data, and its identity. Raises ConfigError for options that ask for other data."""
     others = {"datasets": training.datasets, "streaming": training.streaming}
     problems = [f"training.{key}: own.data has the sequences; leave it out" for key in others if others[key]]
     arguments = training, model.vocab_size

@@ -15,15 +15,15 @@ ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "
 ROLES |= {role: role for role in ("system", "user", "assistant", "tool")}
 """Roles by their names in ShareGPT's key "from"."""
 TRAINED = ("train", "trainable", "training", "weight", "loss")
-"""Keys of a message by which other programs train on it (true, 1) or not (false, 0): axolotl, OpenAI, ms-swift."""
+"""Keys by which axolotl, OpenAI and ms-swift train on a message (true, 1) or do not (false, 0)."""
 KEYS = ("role", "content", *TRAINED)
-"""Keys of a message that are read, whatever the template reads."""
+"""Keys of a message that titanlite itself reads, besides those that the template reads."""
 OTHER_MASKS = ("mask", "masked", "loss_mask", "loss_scale", "loss_weight", "train_detail", "training_detail")
-"""Keys with which they mask or weight a message in ways of their own."""
+"""Keys with which other programs mask or weight a message in ways that are unsupported here."""
 
 
 class Row(NamedTuple):
-    """A conversation; the messages of the assistant with the indices `not_trained` are excluded from training."""
+    """A conversation. `not_trained`: indices of the assistant's messages that are excluded from training."""
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
@@ -31,9 +31,9 @@ class Row(NamedTuple):
 
 
 def conversation_of(training: Training, values: dict[str, Any]) -> Row:
-    """Return the conversation of a row, by its columns. Raises ValueError if it has none, or says in an unsupported way
-    what is trained on."""
-    if training.dataset != "json":  # a table has null for a key that other rows have
+    """Return the conversation of a row, given its columns. Raises ValueError if the row has none, or says in an
+    unsupported way what is trained on."""
+    if training.dataset != "json":  # a table has null where a row lacks another row's key
         values = _without_nulls(values)
     tools = tools_of(values.get(TOOLS))
     if training.dataset_format == "prompt_response":
@@ -48,7 +48,7 @@ def conversation_of(training: Training, values: dict[str, Any]) -> Row:
 
 
 def tools_of(value: Any) -> list[Any] | None:
-    """Return the value of the column TOOLS, a list or its JSON; None if it has none. Raises ValueError for another."""
+    """Return the tools in the column TOOLS, a list or its JSON; None if it has none. Raises ValueError for others."""
     with contextlib.suppress(ValueError, RecursionError):
         value = json.loads(value.strip() or "null") if isinstance(value, str) else value
     if value and not isinstance(value, list):
@@ -63,7 +63,7 @@ def unread_keys(training: Training, messages: list[dict[str, Any]], words: froze
 
 
 def _message(row: Any, number: int) -> dict[str, Any]:
-    """Return a message with the keys role and content, also of one that ShareGPT writes with "from" and "value"."""
+    """Return a message with the keys role and content; ShareGPT's "from" and "value" are renamed to these."""
     if isinstance(row, dict) and row.get("role") is None and isinstance(name := row.get("from"), str):
         if name not in ROLES:
             problem = f'message {number}: "from": {show(name)[:40]}: expected one of {", ".join(ROLES)}'
@@ -84,7 +84,7 @@ def _message(row: Any, number: int) -> dict[str, Any]:
 
 
 def _is_trained(message: dict[str, Any], number: int) -> bool:
-    """Return whether keys of a message allow to train on it. Raises ValueError if they say so in an unsupported way."""
+    """Return whether the keys of a message allow training on it. Raises ValueError for unsupported keys or values."""
     for key in OTHER_MASKS:
         if key in message:
             problem = f'message {number}: the key "{key}" is not supported; write "train": true or false instead'
@@ -102,7 +102,7 @@ def _is_trained(message: dict[str, Any], number: int) -> bool:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a value without the keys of its objects that are null."""
+    """Return a value whose objects lack the keys with null."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -1,7 +1,7 @@
 """Streaming: packed sequences of documents that are read and tokenized while training, for large datasets.
 
-The dataset is partitioned into a fixed number of streaming shards, and packed sequence k is the next one of shard
-k mod shards. Data-parallel rank r of d takes the sequences k = r mod d and so, as d divides the number of shards,
+The dataset is partitioned into a fixed number of streaming shards. Packed sequence k is the next one of shard k mod
+shards. Data-parallel rank r of d takes the sequences k = r mod d. Since d divides the number of shards, a rank takes
 complete shards: one rank tokenizes each document, and the order does not depend on the number of ranks.
 """
 
@@ -43,8 +43,8 @@ Saved = dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], _Shard]
 
 
 def partition(segments: list[Segment], n: int) -> list[list[Segment]]:
-    """Partition a dataset into n shards of nearly as many bytes: exactly where all files can be split, else by files,
-    the largest first to the smallest shard. The rows of a shard keep their order."""
+    """Partition a dataset into n shards of nearly equal bytes. Files are split where all of them can be; otherwise each
+    file goes to the smallest shard so far, the largest file first. The rows of a shard keep their order."""
     shards: list[list[Segment]] = [[] for _ in range(n)]
     if all(map(is_splittable, segments)):
         total = sum(segment.bytes for segment in segments)
@@ -71,7 +71,7 @@ class StreamingSequences:
     """The training split as an endless order of packed sequences, read from streaming shards.
 
     With training.shuffle, the sequences of a shard are shuffled in blocks of training.streaming_shuffle_block, by the
-    seed. `dataset` is what documents.open_stream returns. Too few files for the shards raise ConfigError.
+    seed. `dataset` is what documents.open_stream returns. Raises ConfigError if there are too few files for the shards.
     """
 
     def __init__(self, dataset: list[Segment] | Any, source: Source, tokenizer: Tokenizer, *, seed: int):
@@ -129,7 +129,7 @@ class StreamingSequences:
             first += stride
 
     def _read_shard(self, shard: int, start: ShardState) -> Iterator[tuple[np.ndarray, ShardState]]:
-        """Yield sequences of T + 1 tokens of one shard, a block of them in an order of its own."""
+        """Yield the sequences of one shard, T + 1 tokens each, and the state after each; each block is shuffled."""
         place = {"position": start["position"], "used": start["used"]}
         block, taken = start["block"], start["taken"]
         sequences = self._in_order(shard, place)
@@ -146,7 +146,7 @@ class StreamingSequences:
             place, block, taken = after, block + 1, 0
 
     def _in_order(self, shard: int, start: ShardState) -> Iterator[tuple[np.ndarray, ShardState]]:
-        """Yield sequences of T + 1 tokens of one shard; the last token of one is the first of the next."""
+        """Yield sequences of T + 1 tokens of one shard, unshuffled. The last token of one is the first of the next."""
         pending: deque[list[Any]] = deque()  # [position before the document, its tokens, how many are used]
         documents = self._documents(shard, start)
         length = self.seq_len + 1
@@ -162,11 +162,11 @@ class StreamingSequences:
                 advance -= taken
                 if pending[0][2] == len(tokens):
                     pending.popleft()
-            position, _, used = pending[0]  # at least the shared last token is pending
+            position, _, used = pending[0]  # never empty: the shared last token is still pending
             yield sequence, {"position": position, "used": used}
 
     def _documents(self, shard: int, start: ShardState) -> Iterator[tuple[Any, np.ndarray, int]]:
-        """Yield the documents of one shard, over and over: where it begins, its tokens, how many of them are used."""
+        """Yield the documents of one shard, over and over: its place, its tokens, how many of them are used."""
         dtype = dtype_for(self.tokenizer.vocab_size)
         position, used = start["position"], start["used"]
         texts = self._texts_of_files if self.source.is_files else self._texts_of_hub
@@ -186,7 +186,7 @@ class StreamingSequences:
             position = None
 
     def _texts_of_files(self, shard: int, position: list[int] | None) -> Iterator[tuple[Any, str]]:
-        """Yield the place and the text of each document, from a place on: a segment's index, and a row in it."""
+        """Yield the place and the text of each document, from a place on: [index of a segment, row in it]."""
         segments: list[Segment] = self.shards[shard]
         number, begin = position or (0, segments[0].begin)
         while number < len(segments):
@@ -197,7 +197,7 @@ class StreamingSequences:
             begin = segments[number].begin if number < len(segments) else 0
 
     def _texts_of_hub(self, shard: int, position: dict[str, Any] | None) -> Iterator[tuple[Any, str]]:
-        """Yield the place and the text of each document, from a place on: a state of the datasets.IterableDataset."""
+        """Yield the place and the text of each document, from a place on: a state of datasets.IterableDataset."""
         (column,), files = self.source.columns, self.shards[shard]
         files.load_state_dict(self.beginnings[shard] if position is None else position)
         for item in hub.read(self.source, files):

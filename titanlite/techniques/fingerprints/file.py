@@ -1,10 +1,10 @@
-"""The file of a fingerprint step: one fingerprint per tensor, and what the run was.
+"""The file of a step's fingerprints: one fingerprint per tensor, and a description of the run.
 
     FOLDER/fingerprints/step-N.safetensors
 
-A tensor of the file is named "PHASE TENSOR": "input" is what the step began with, "forward" the output of a module,
-"backward" the gradient of the loss with respect to that output, "gradient" that of a weight before clipping, and
-"update" a weight or optimizer state after the step. Any program can write such a file (examples/fingerprints).
+A tensor of the file is named "PHASE TENSOR". The phases are "input" (what the step began with), "forward" (the output
+of a module), "backward" (the gradient of the loss with respect to that output), "gradient" (of a weight, before
+clipping) and "update" (a weight or optimizer state after the step). examples/fingerprints writes such files.
 """
 
 import re
@@ -26,32 +26,32 @@ from titanlite.techniques.fingerprints.sketch import SIZE
 
 FOLDER = "fingerprints"
 KEY = "titanlite.fingerprints"
-"""The key of the file's metadata that has the description, as JSON."""
+"""The metadata key under which the file has its description, as JSON."""
 LARGEST_FILE = 2**27
-"""Bytes: those of half a million tensors."""
+"""Most bytes of a file, enough for half a million tensors."""
 LARGEST_SQUARE = 64
-"""The mean square of inner products over the squared norm is 1 on average, and never above 64 in practice: that is a
-chi-squared with 16 degrees of freedom above 1,024, whose probability is below 1e-200."""
+"""Largest accepted mean square of the inner products over the squared norm, which is 1 on average. 16 times it is a
+chi-squared with 16 degrees of freedom: the probability that it is above 16 x 64 is below 1e-200."""
 NAME = re.compile(r"(input|forward|backward|gradient|update) [\w.]{1,200}( \w{1,40})?", re.ASCII)
 Dtype = Literal["float64", "float32", "bfloat16", "float16", "float8", "int8", "int4"]
 Name, Number = Annotated[str, Field(pattern="^[A-Za-z][A-Za-z0-9_ -]{0,39}$")], Annotated[float, Field(ge=1, le=2**53)]
 
 
 class Description(Record):
-    """What the run of a fingerprint was, as far as a comparison needs it."""
+    """Describes the run of a fingerprint, as far as a comparison needs it."""
 
     step: Int63
     compute_dtype: Dtype
-    """Of matrix products."""
+    """The type in which matrix products are computed."""
     weights_dtype: Dtype
     state_dtype: Dtype
-    """Of optimizer states."""
+    """The type of the optimizer states."""
     counts: Annotated[dict[Name, Number], Field(max_length=40)]
-    """What gradients could be multiplied by if the layout were wrong: degrees, and numbers of tokens."""
+    """Numbers that a wrong layout could multiply gradients by: degrees, and numbers of tokens."""
 
 
 def write(folder: Path, description: Description, fingerprints: Mapping[str, Tensor]) -> None:
-    """Write the file of a step as a whole. `folder` is that of the run."""
+    """Write the file of a step atomically. `folder` is the run's."""
     metadata = {KEY: description.model_dump_json()}
     tensors = {name: tensor.cpu() for name, tensor in fingerprints.items()}
     path = _path(folder, description.step)
@@ -60,15 +60,15 @@ def write(folder: Path, description: Description, fingerprints: Mapping[str, Ten
 
 
 def steps_of(folder: Path) -> list[int]:
-    """Return the steps that a run's folder has fingerprints of, ascending."""
+    """Return the steps whose fingerprints are in a run's folder, ascending."""
     name = re.compile(r"step-(0|[1-9][0-9]{0,17})\.safetensors")
     names = (name.fullmatch(path.name) for path in (folder / FOLDER).glob("step-*"))
     return sorted(int(name[1]) for name in names if name)
 
 
 def read(folder: Path, step: int) -> tuple[Description, dict[str, Tensor]]:
-    """Return the description and the fingerprints of a step of a run. Raises ConfigError if the file cannot be read or
-    is not such a file."""
+    """Return the description and the fingerprints of a step of a run. Raises ConfigError if the file cannot be read, or
+    is no file of fingerprints."""
     path, fingerprints = _path(folder, step), {}
     try:
         content = read_file(path, LARGEST_FILE)

@@ -1,4 +1,4 @@
-"""Fingerprints of a run's steps: no tensor is gathered, and no number of the training changes."""
+"""Record fingerprints of a run's steps. No tensor is gathered, and no number of the training changes."""
 
 import functools
 from collections import Counter
@@ -28,8 +28,8 @@ AXES = "data", "context", "tensor"
 
 
 class Place:
-    """Tells which tokens of the global batch this rank's rows of activations are. `shard`: the tokens of every sequence
-    that this rank has; `degree`: of data parallelism."""
+    """Maps the rows of this rank's activations to tokens of the global batch. `shard`: this rank's tokens of each
+    sequence; `degree`: the degree of data parallelism."""
 
     def __init__(self, layout: Layout, shard: SequenceShard, seq_len: int, degree: int):
         self.data_rank, self.degree, self.seq_len = layout.data_rank, degree, seq_len
@@ -38,8 +38,8 @@ class Place:
 
     def rows(self, n_rows: int, call: int, *, sequence_parallel: bool = True) -> Tensor:
         """Return the global index of each row of an activation, [n_rows] int64: the index of its sequence in the global
-        batch times the length of a sequence, plus its position. `call`: number of the forward of this module in the
-        step, each of which has as many sequences; `sequence_parallel`: tensor-parallel ranks have shards of the
+        batch times the length of a sequence, plus its position. `call`: the number of this forward of the module in the
+        step; all forwards have equally many sequences. `sequence_parallel`: tensor-parallel ranks have shards of the
         rows."""
         n_shards = self.tensor_degree if sequence_parallel else 1
         n_tokens, first = len(self.positions), self.tensor_rank * n_rows if sequence_parallel else 0
@@ -50,9 +50,9 @@ class Place:
 
 class Fingerprints(Observer):
     """Writes the fingerprints of every `freq`-th step, and of the first one. Every rank must make the same calls. It
-    has to be the first of the observers, since a later one may run the forward and backward again. `full_model`, on
-    the meta device, has the names of all stages; `shard` the tokens of every sequence that this rank has; `guard` the
-    loss scale of a step."""
+    has to be the first observer, since a later one may run the forward and backward again. `full_model`, on the meta
+    device, has the names of all stages; `shard` says which tokens of each sequence this rank has; `guard` has the loss
+    scale of a step."""
 
     def __init__(
         self,
@@ -89,10 +89,10 @@ class Fingerprints(Observer):
         )
         self._entries, self._entries_of_update = entries(full_model)
         self._names = {parameter: name for name, parameter in train_step.model.named_parameters()}
-        self._own: dict[str, Tensor] = {}  # what this rank contributes to the fingerprints of the step
+        self._own: dict[str, Tensor] = {}  # this rank's contributions to the fingerprints of the step
         self._full: dict[str, Tensor] = {}  # the fingerprints of the step that are summed over the ranks
         self._is_active = self._awaits_update = False
-        self._updated_step: int | None = None  # whose update `_full` has
+        self._updated_step: int | None = None  # the step whose update is in `_full`
         self._calls, self._seen = Counter[str](), set[tuple[str, int]]()
         model = train_step.model
         modules = {"tok_embeddings": model.tok_embeddings, "norm": model.norm}
@@ -124,7 +124,7 @@ class Fingerprints(Observer):
         for parameter, name in self._names.items():
             if parameter.grad is not None:
                 self._add_tensor("gradient", name, parameter.grad)
-        contributes = self.train_step.contributes_loss  # of the ranks that have the same tokens, one
+        contributes = self.train_step.contributes_loss  # one of the ranks that have the same tokens does
         for call, batch in enumerate(batches):
             rows = self.place.rows(batch.tokens.numel(), call, sequence_parallel=False)
             for name, column in (("tokens", batch.tokens), ("targets", batch.targets)):
@@ -141,7 +141,7 @@ class Fingerprints(Observer):
         self._awaits_update = True
 
     def _see_output(self, name: str, module: nn.Module, _: Any, output: Tensor) -> None:
-        """Record an output of a module; and its gradient, once that is known."""
+        """Record the output of a module and, in the backward, its gradient."""
         if not self._is_active:
             return
         call, own = self._calls[name], local_shard(output.detach())
@@ -152,15 +152,15 @@ class Fingerprints(Observer):
             output.register_hook(functools.partial(self._see_gradient, name, call, rows))
 
     def _see_gradient(self, name: str, call: int, rows: Tensor, gradient: Tensor) -> None:
-        """Record the gradient of an output. A split backward may come by twice."""
+        """Record the gradient of an output, once: a split backward may call this twice."""
         if self._is_active and (name, call) not in self._seen:
             self._seen.add((name, call))
             own = fingerprint(name, local_shard(gradient), rows)
             self._add(f"backward {name}", scaled(own, 1 / self.guard.loss_scale))
 
     def _see_update(self) -> None:
-        """Write the fingerprints of weights and optimizer states once more, as the update of the step has left them.
-        An update that is not taken in float64 does not come by."""
+        """Write the step's file again, with the weights and optimizer states after the update. A float64 update that is
+        not taken does not call this."""
         if not self._awaits_update:
             return
         self._awaits_update, self._own = False, {}
@@ -189,14 +189,14 @@ class Fingerprints(Observer):
         self._own[entry] = self._own[entry] + own if entry in self._own else own
 
     def _summed(self, names: list[str]) -> dict[str, Tensor]:
-        """Return the sums of what all ranks have added to entries, without those to which none has. Of a tensor that n
-        ranks have, the sum is divided by n: by the number of elements that ranks really have, and not by what the
-        layout says."""
+        """Return the sum over all ranks of each entry that some rank has added. If n ranks have a tensor, its sum is
+        divided by n. This n follows from the number of elements that ranks really have, and not from what the layout
+        says."""
         none = torch.zeros(SIZE + 1, dtype=torch.float64, device=self.train_step.device)
         sums, added = torch.stack([self._own.get(name, none) for name in names]), torch.zeros(len(names))
         dist.all_reduce(sums)
         added[[index for index, name in enumerate(names) if name in self._own]] = 1
-        dist.all_reduce(added)  # on the host, as names are
+        dist.all_reduce(added)  # a tensor in host memory, like the names
         sums = sums[:, :-1] / sums[:, -1:].where(sums[:, -1:] > 0, 1)
         return {name: own for name, own, n in zip(names, sums, added.tolist(), strict=True) if n}
 
@@ -206,7 +206,7 @@ class Fingerprints(Observer):
 
 
 def entries(full_model: Llama) -> tuple[list[str], list[str]]:
-    """Return the names that fingerprints of a step may have, but for those of the update; and those of the update. They
+    """Return the names that the fingerprints of a step may have: those before the update, and those of the update. They
     are the same on all ranks."""
     tensors, parameters = [*named_tensors(full_model)], [name for name, _ in full_model.named_parameters()]
     modules = ["tok_embeddings", *(f"layers.{number}" for number in full_model.layers), "norm"]

@@ -1,14 +1,14 @@
 """The fingerprint of a tensor: its squared norm, and its inner products with random vectors of +1 and -1.
 
-The signs are a hash of (name, global index), so every rank computes the fingerprint of the slice that it has, whatever
-the slice, and the sum over ranks is that of the full tensor. The difference of two fingerprints is that of the
-difference of the tensors. The mean square of its inner products is, on average, the squared distance of the tensors
-(Johnson and Lindenstrauss 1984; signs: Achlioptas 2003).
+The signs are a hash of (name, global index). So each rank computes the fingerprint of its own slice, whatever that is,
+and their sum over ranks is the fingerprint of the full tensor. The inner products of the difference of two tensors are
+the differences of their inner products; their mean square is, on average, the squared distance of the tensors (Johnson
+and Lindenstrauss 1984; signs: Achlioptas 2003).
 
-The signs of element (r, c) of a matrix are a[k, r] * b[k, c] * s[r, c], k = 1 .. 16, all three hashes. s makes the
-signs of one vector independent of each other, a and b those of two vectors uncorrelated in pairs of elements, so the
-mean has the variance of 16 independent vectors. But only s takes operations for each element: the rest is a product
-with a matrix of 16 columns.
+In vector k (1 .. 16), element (r, c) of a matrix has the sign a[k, r] * b[k, c] * s[r, c]; a, b and s are hashes. s
+makes the signs within a vector independent; a and b make those of two vectors uncorrelated for each pair of elements.
+So the mean has the variance of 16 independent vectors. Yet only s is computed for each element: a and b enter as
+products with matrices of 16 columns.
 """
 
 import math
@@ -20,11 +20,11 @@ from torch import Tensor
 from titanlite.init import parameter_seed
 
 N_PRODUCTS = 16
-"""Inner products of a fingerprint. The estimate of a distance has a relative standard deviation of about 0.18."""
+"""Inner products per fingerprint. The estimate of a distance has a relative standard deviation of about 0.18."""
 SIZE = 1 + N_PRODUCTS
-"""Numbers of a fingerprint: the squared norm, and the inner products."""
+"""Numbers per fingerprint: the squared norm, and the inner products."""
 CHUNK_ELEMENTS = {"cpu": 2**16, "cuda": 2**24}
-"""Elements whose signs exist at a time: on a CPU, as many as stay in its cache."""
+"""Elements whose signs are in memory at a time: on a CPU, as many as its cache holds."""
 GOLDEN = -7046029254386353131
 """2**64 over the golden ratio, as an int64: multiples of it are spread evenly (Knuth, volume 3, section 6.4)."""
 FACTORS = -4658895280553007687, -7723592293110705685
@@ -70,9 +70,9 @@ def scaled(own: Tensor, factor: Tensor | float) -> Tensor:
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """Return the estimate of the relative distance of two tensors from their fingerprints: of their difference's norm,
-    over the larger norm. It is no less than the difference of the norms, which is exact. 0 if both are zero; infinite
-    if a number of either is not finite."""
+    """Return an estimate of the relative distance of two tensors from their fingerprints: the norm of the difference
+    over the larger norm. It is at least the difference of the norms, which is exact, over the larger norm. 0 if both
+    are zero; infinite if a number of either is not finite."""
     if not (a.isfinite().all() and b.isfinite().all()):
         return math.inf
     smaller, larger = sorted(fingerprint[0].item() ** 0.5 for fingerprint in (a, b))
@@ -80,7 +80,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def _hash(indices: Tensor, seed: int) -> Tensor:
-    """Return a hash of each index, int64: products overflow as those of unsigned numbers do."""
+    """Return a hash of each index, int64. Products wrap around on overflow."""
     x = indices * GOLDEN + (seed - 2**62)
     for factor in FACTORS:
         x = (x ^ (x >> 31)) * factor

@@ -1,4 +1,4 @@
-"""FSDP of blocks with experts: of each of them, experts and router may be units of their own."""
+"""FSDP of blocks with experts: the experts and the router of a block may be FSDP units of their own."""
 
 import functools
 from typing import Any
@@ -19,8 +19,8 @@ from titanlite.torch_workarounds import gather_with
 def shard_block_with_experts(
     block: nn.Module, layout: Layout, training: Training, **settings: Any
 ) -> dict[nn.Module, DeviceMesh]:
-    """Shard a block, and return its units besides itself, with their meshes. Experts under expert parallel are
-    sharded over efsdp. The weight of a router is not rounded to the precision of mixed precision."""
+    """Shard a block, and return its inner FSDP units with their meshes. Under expert parallel, experts are sharded over
+    efsdp. Mixed precision does not round the weight of a router."""
     modules, units = dict(block.feed_forward.named_children()), {}
     settings["shard_placement_fn"] = functools.partial(_dimension_of_experts, layout.mesh["fsdp"].size())
     if "experts" in modules and layout.expert_mesh:
@@ -38,8 +38,8 @@ def shard_block_with_experts(
 
 
 def _dimension_of_experts(n_ranks: int, parameter: nn.Parameter) -> Shard | None:
-    """Return the dimension to shard over the ranks if the experts, which are stacked, cannot be divided among them. By
-    default it is the first, as that of every matrix."""
+    """Return another dimension to shard stacked experts by, if their number does not divide by the ranks. None: shard
+    the first dimension, as for every matrix."""
     if parameter.dim() < 3:
         return None
     sharded = [placement.dim for placement in getattr(parameter, "placements", ()) if placement.is_shard()]

@@ -19,13 +19,13 @@ from titanlite.techniques.moe.operators import Operators
 from titanlite.techniques.moe.router import Router
 
 GROUPED_MM_DTYPES = {"cpu": (torch.bfloat16, torch.float32), "cuda": (torch.bfloat16,)}
-"""Data types with which torch's grouped_mm multiplies the rows of all experts in one call, by device. Others, and rows
-whose bytes are no multiple of 16, take one product for each expert."""
+"""Data types in which torch's grouped_mm multiplies the rows of all experts in one call, by device. Other types, and
+rows whose bytes are no multiple of 16, take one product per expert."""
 ROW_BYTES = 16
 
 
 class MixtureOfExperts(nn.Module):
-    """Computes the sum over a token's experts of their outputs times their scores, and of the shared experts."""
+    """Computes, for each token, the sum of its experts' outputs times their scores, plus the shared experts' output."""
 
     def __init__(self, model: Model):
         super().__init__()
@@ -48,21 +48,21 @@ class MixtureOfExperts(nn.Module):
         return out_ND if shared_ND is None else out_ND + shared_ND
 
     def sort_key(self, experts_NK: Tensor) -> Tensor:
-        """Return the numbers by which rows are sorted; expert parallel replaces this."""
+        """Return the numbers by which rows are sorted; expert parallel replaces this method."""
         return experts_NK
 
     def compute(self, x_MD: Tensor, scores_M: Tensor, counts_E: Tensor) -> Tensor:
-        """Return the outputs of the experts of all rows times their scores, [M, D]; expert parallel replaces this."""
+        """Return each row's expert output times its score, [M, D]; expert parallel replaces this method."""
         return self.experts(x_MD, scores_M, counts_E)
 
     def compile_operators(self, backend: str) -> None:
-        """Compile what is between the products. The mixture as a whole cannot be compiled: its numbers of rows are on
-        the device."""
+        """Compile the operators between the products. The mixture as a whole cannot be compiled, since its numbers of
+        rows are known on the device only."""
         self.experts.operators = operators.compiled(backend)
 
 
 class Experts(nn.Module):
-    """Holds the weights of E feed-forward layers (SwiGLU), each stacked in one parameter, and so their biases."""
+    """Holds E feed-forward layers (SwiGLU): each weight of all E is one stacked parameter, and so is each bias."""
 
     def __init__(self, model: Model):
         super().__init__()
@@ -78,13 +78,13 @@ class Experts(nn.Module):
         self.clamp = (model.moe.swiglu_limit, model.moe.swiglu_alpha) if model.moe.swiglu_limit else ()
 
     def weights(self) -> list[Tensor]:
-        """Return w1, w2, w3, and their biases if there are any, as this process computes with them; parallelism
-        replaces it."""
+        """Return w1, w2, w3 and any biases, as plain tensors to compute with; parallelism replaces this method by one
+        that returns local shards."""
         return list(self.parameters())
 
     def forward(self, x_MD: Tensor, scores_M: Tensor, counts_E: Tensor) -> Tensor:
-        """Return [M, D]. The first counts_E[0] rows are of expert 0, and so on. A row's score multiplies it where it is
-        narrowest, before w2."""
+        """Return [M, D]. The first counts_E[0] rows are of expert 0, and so on. A row is multiplied by its score where
+        it is narrowest, before w2."""
         w1, w2, w3, *biases = self.weights()
         product = _grouped_product(x_MD, w1, counts_E)
         gate_MF, up_MF = product(x_MD, w1), product(x_MD, w3)
@@ -92,13 +92,13 @@ class Experts(nn.Module):
             return product(_SwiGLU.apply(gate_MF, up_MF, scores_M, self.operators, self.clamp), w2)
         numbers_E = torch.arange(len(counts_E), device=counts_E.device)
         expert_M = numbers_E.repeat_interleave(counts_E, output_size=len(x_MD))
-        of_gate, of_out, of_up = (F.embedding(expert_M, bias) for bias in biases)  # whose backward has a fixed order
+        of_gate, of_out, of_up = (F.embedding(expert_M, bias) for bias in biases)  # the backward has a fixed order
         hidden_MF = _SwiGLU.apply(gate_MF + of_gate, up_MF + of_up, scores_M, self.operators, self.clamp)
         return product(hidden_MF, w2) + of_out * scores_M.to(of_out.dtype).unsqueeze(1)
 
 
 def _grouped_product(x_MD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Any:
-    """Return a function of rows and the experts' weights, [E, outputs, inputs], which multiplies them."""
+    """Return a function that multiplies rows by the weights of their experts, [E, outputs, inputs]."""
     sides = weight_EFD.shape[1:]
     fits = all(side * x_MD.element_size() % ROW_BYTES == 0 for side in sides)
     if fits and x_MD.dtype in GROUPED_MM_DTYPES.get(x_MD.device.type, ()):
@@ -109,7 +109,7 @@ def _grouped_product(x_MD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Any:
 
 
 class _Spread(torch.autograd.Function):
-    """Copies each token to the rows of its experts. The backward sums a token's rows in a fixed order, which that of
+    """Copies each token to the rows of its experts. The backward sums a token's rows in a fixed order; the backward of
     indexing does not on CUDA."""
 
     @staticmethod
@@ -155,18 +155,18 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def order_by_expert(experts_M: Tensor, n_experts: int) -> Tensor:
-    """Return the permutation that sorts rows by their experts and changes nothing else in their order. CUDA sorts keys
-    of 8 bits in one pass, and those of 64 in eight."""
+    """Return the permutation that stably sorts rows by their experts. CUDA sorts keys of 8 bits in one pass, and keys
+    of 64 bits in eight."""
     return experts_M.to(torch.uint8 if n_experts <= 256 else torch.int16).argsort(stable=True)
 
 
 def inverse(order_M: Tensor) -> Tensor:
-    """Return the permutation that undoes another."""
+    """Return the inverse of a permutation."""
     return torch.empty_like(order_M).scatter_(0, order_M, torch.arange(len(order_M), device=order_M.device))
 
 
 class _Permute(torch.autograd.Function):
-    """Sorts the scores of all pairs as their rows."""
+    """Sorts the scores of all pairs into the order of their rows."""
 
     @staticmethod
     def forward(ctx: Any, scores_M: Tensor, order_M: Tensor, row_M: Tensor) -> Tensor:
@@ -180,9 +180,9 @@ class _Permute(torch.autograd.Function):
 
 
 class Keep(torch.autograd.Function):
-    """Saves tensors for the backward of a later function, which takes the result as an input, and saves none itself.
-    Activation checkpointing recomputes until it has all that was saved, and so leaves the later function out. What was
-    saved is the result's `grad_fn.saved_tensors`. `anchor` is any tensor that requires a gradient."""
+    """Saves tensors for the backward of a later function, which takes this result as an input and saves none itself.
+    Activation checkpointing recomputes until it has all that was saved, so it does not recompute the later function.
+    The tensors are the result's `grad_fn.saved_tensors`. `anchor` is any tensor that requires a gradient."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:

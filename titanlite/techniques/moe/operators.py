@@ -1,4 +1,4 @@
-"""Operators of a mixture of experts that read memory once and compute little, eager or each compiled to one kernel.
+"""Memory-bound operators of a mixture of experts: eager, or each compiled to one kernel that reads its inputs once.
 
 Shapes: N tokens, D model width, K experts per token, M = N x K pairs of a token and one of its experts, R rows of
 experts, F width of an expert.
@@ -14,18 +14,18 @@ from torch import Tensor
 
 
 def spread(x_ND: Tensor, order_M: Tensor, n_per_token: int) -> Tensor:
-    """Copy each token to the rows of its experts, [M, D]. `order_M` is the pair of each row."""
+    """Copy each token to the rows of its experts, [M, D]. `order_M` has the pair of each row."""
     return x_ND[order_M // n_per_token]
 
 
 def collect(y_MD: Tensor, row_NK: Tensor) -> Tensor:
-    """Sum the rows of each token's experts, [N, D]. `row_NK` is the row of each pair."""
+    """Sum the rows of each token's experts, [N, D]. `row_NK` has the row of each pair."""
     return y_MD[row_NK].sum(1)
 
 
 def swiglu(gate_RF: Tensor, up_RF: Tensor, scores_R: Tensor, limit: float = 0.0, alpha: float = 1.0) -> Tensor:
-    """Return silu(gate) x up x score, [R, F]. With a limit, gates are at most that, and ups between that and its
-    negative: gate x sigmoid(alpha x gate) x (up + 1) x score (gpt-oss, arXiv:2508.10925)."""
+    """Return silu(gate) x up x score, [R, F]. With a limit (gpt-oss, arXiv:2508.10925), gates are clamped to at most
+    the limit and ups to +-limit, and the result is gate x sigmoid(alpha x gate) x (up + 1) x score."""
     if limit:
         gate_RF, up_RF = gate_RF.clamp(max=limit), up_RF.clamp(-limit, limit) + 1
         return gate_RF * (alpha * gate_RF).sigmoid() * up_RF * scores_R.to(gate_RF.dtype).unsqueeze(1)
@@ -73,7 +73,7 @@ EAGER = Operators(spread, collect, swiglu, swiglu_backward)
 @functools.cache
 def compiled(backend: str) -> Operators:
     """Return the operators titanlite::spread_BACKEND, ..., whose implementations are compiled at their first call. They
-    are custom operators, since torch.compile leaves a function eager where selective AC observes its operators."""
+    are custom operators, since selective AC observes operators and torch.compile leaves a function eager under that."""
     return Operators(*(_compiled_operator(function, backend) for function in EAGER))
 
 

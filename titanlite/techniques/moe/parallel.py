@@ -1,12 +1,11 @@
 """Expert parallel (EP, GShard, arXiv:2006.16668): ranks have different experts and send each other tokens.
 
-The ranks of an expert-parallel group are neighbours among those that share the weights' shards and, under tensor
-parallel, the layer: fsdp x tp = efsdp x ep. Of a mixture of experts
+The ranks of an expert-parallel group are neighbours among the ranks that shard a layer: fsdp x tp = efsdp x ep.
 
-    with EP       each rank routes its own tokens, under tensor parallel its shard of the sequence. Experts are sharded
-                  over ep, and each by FSDP over efsdp. Router and shared experts are on every rank.
-    without EP    under tensor parallel the sequence is gathered, each rank has a shard of the channels of every expert,
-                  routed or shared, and the sums over ranks are scattered over the sequence.
+    with EP       Each rank routes its own tokens (under tensor parallel, its shard of the sequence). Experts are
+                  sharded over ep, and FSDP shards each over efsdp. Router and shared experts are on every rank.
+    without EP    Under tensor parallel the sequence is gathered, each rank has a shard of the channels of every expert,
+                  routed or shared, and the outputs are summed over ranks and scattered over the sequence.
 """
 
 import functools
@@ -26,7 +25,7 @@ from titanlite.techniques.moe.fsdp import shard_block_with_experts
 from titanlite.techniques.moe.layer import Experts, Keep, MixtureOfExperts, order_by_expert
 from titanlite.techniques.moe.operators import Operators
 
-SEQUENCE = Shard(0)  # of an activation [N, D]
+SEQUENCE = Shard(0)  # activations [N, D]: each rank has a shard of the tokens
 
 
 class ShardableMixture(MixtureOfExperts):
@@ -40,7 +39,7 @@ class ShardableMixture(MixtureOfExperts):
         placements = {"w1": outputs, "w2": inputs, "w3": outputs, **of_bias}
         for name, _ in list(experts.named_parameters()):
             _distribute(experts, name, expert or tensor, placements[name])
-        is_first = expert is not None or tensor.get_local_rank() == 0  # of the ranks whose outputs are summed
+        is_first = expert is not None or tensor.get_local_rank() == 0  # one of the ranks whose outputs are summed
         experts.weights = functools.partial(_local_weights, experts, is_first)
         if expert:
             self.sort_key = functools.partial(_by_local_expert, expert.size(), self.router.n_experts)
@@ -53,7 +52,7 @@ class ShardableMixture(MixtureOfExperts):
                 placement = Shard(1 if name == "w2" else 0)
                 _distribute(layer, "weight", tensor, Replicate() if expert else placement)
                 layer.forward = functools.partial(_local_linear, layer)
-            self.router.contributes = is_first  # without EP each rank routes all tokens
+            self.router.contributes = is_first  # each rank routes all tokens without EP
             self.forward = functools.partial(_on_own_tokens if expert else _on_all_tokens, self.forward, tensor)
 
 
@@ -70,7 +69,7 @@ def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Place
 
 
 def local_weight(weight: DTensor) -> Tensor:
-    """Return this rank's shard of a weight. On ranks that all have a weight, its gradient is the sum over them."""
+    """Return this rank's shard of a weight. The gradient of a replicated weight is summed over the ranks."""
     return weight.to_local(grad_placements=[Partial() if p.is_replicate() else p for p in weight.placements])
 
 
@@ -79,7 +78,7 @@ def _on_own_tokens(forward: Callable[[Tensor], Tensor], mesh: DeviceMesh, x_ND: 
 
 
 def _on_all_tokens(forward: Callable[[Tensor], Tensor], mesh: DeviceMesh, x_ND: Tensor) -> Tensor:
-    """Gather the sequence, whose gradients are sums over ranks, and scatter the output, which is one as well."""
+    """Gather the sequence, and scatter the sum of the outputs over ranks. The backward does the same to gradients."""
     gathered_ND = x_ND.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
     return DTensor.from_local(forward(gathered_ND), mesh, [Partial()]).redistribute(placements=[SEQUENCE]).to_local()
 
@@ -89,8 +88,8 @@ def _local_linear(layer: nn.Linear, x_ND: Tensor) -> Tensor:
 
 
 def _by_local_expert(n_ranks: int, n_experts: int, experts_NK: Tensor) -> Tensor:
-    """Return the numbers that sort rows by an expert's place on its rank, then by its rank: all first experts of ranks,
-    all second ones, and so on."""
+    """Return sort keys that order rows by the index of their expert on its rank, then by that rank: the first experts
+    of all ranks, then all second ones, and so on."""
     n_local = n_experts // n_ranks
     return experts_NK % n_local * n_ranks + experts_NK // n_local
 
@@ -113,7 +112,7 @@ def _exchange(experts: Experts, group: dist.ProcessGroup, x_MD: Tensor, scores_M
 
 
 def _transposed(counts_AB: Tensor, n_rows: int) -> Tensor:
-    """Return the order that sorts rows by (b, a), which are sorted by (a, b) and as many as the counts say."""
+    """Return the permutation from rows sorted by (a, b) to rows sorted by (b, a). Row counts are given as [A, B]."""
     n_a, n_b = counts_AB.shape
     b_of_row = torch.arange(n_b, device=counts_AB.device).repeat(n_a)
     return order_by_expert(b_of_row.repeat_interleave(counts_AB.flatten(), output_size=n_rows), n_b)
@@ -133,17 +132,17 @@ class _Exchange:
         self.sent_R, self.received_R = ([sum(sizes) for sizes in each] for each in both)
 
     def of_own_experts(self, scores: Tensor) -> tuple[Tensor, ...]:
-        """Return what arrived for each expert of this rank."""
+        """Return the scores that arrived, by expert of this rank."""
         return scores.split([sum(sizes) for sizes in self.received_LR])
 
     def send_rows(self, x_MD: Tensor) -> list[Tensor]:
-        """Start to send all rows, and return what will arrive for each expert of this rank, to _wait for."""
+        """Start to send all rows. Return, by expert of this rank, the rows that will arrive; `_wait` for each."""
         chunks = x_MD.split([sum(sizes) for sizes in self.sent_LR])
         sizes = zip(chunks, self.received_LR, self.sent_LR, strict=True)
         return [_start(x, received, sent, self.group) for x, received, sent in sizes]
 
     def return_rows(self, number: int, y: Tensor, out_MD: Tensor) -> dist.Work:
-        """Start to return the rows of an expert of this rank, into this rank's rows for that expert of each rank."""
+        """Start to return the results of expert `number` of this rank; `out_MD` gets those of every rank's."""
         out = out_MD.split([sum(sizes) for sizes in self.sent_LR])[number]
         sent, received = self.received_LR[number], self.sent_LR[number]
         return dist.all_to_all_single(out, y, received, sent, group=self.group, async_op=True)
@@ -154,8 +153,8 @@ def _send(
     w1: Tensor, _: Tensor, w3: Tensor, *biases: Tensor,
 ) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
     """Send rows and their scores to the ranks that have their experts, and multiply them there by w1 and w3. While one
-    expert computes, the rows of the next ones travel. Return the scores that arrived, and by expert the rows and both
-    products, with their biases if there are any."""
+    expert computes, the rows of the next ones are in flight. Return the scores that arrived and, by expert, the rows
+    and both products, with biases if there are any."""
     sent_scores = _start(scores_M[by_rank_M], exchange.received_R, exchange.sent_R, exchange.group)
     arriving = exchange.send_rows(x_MD)
     scores, gates, ups = _wait(sent_scores)[by_expert], [], []
@@ -167,9 +166,9 @@ def _send(
 
 
 class _ExchangedExperts(torch.autograd.Function):
-    """Computes the rest of what _send began: multiplies by w2, and returns the results to the ranks that sent the rows.
-    The backward is that of both. While one expert computes, the results of those before travel, and in the backward
-    gradients travel both ways.
+    """Completes what _send began: multiplies by w2, and returns the results to the ranks that sent the rows. Its
+    backward is that of both. While one expert computes, the results of those before it are in flight; in the backward,
+    gradients are in flight both ways.
 
     A split backward runs it twice, once for the gradients of rows and once for those of weights. Private:
     torch._C._will_engine_execute_node (tried on torch 2.11 to 2.15).
@@ -237,12 +236,12 @@ def _unsorted(x_M: Tensor, order_M: Tensor) -> Tensor:
 
 
 def _start(x: Tensor, received: list[int] | None, sent: list[int] | None, group: dist.ProcessGroup) -> Tensor:
-    """Start to exchange rows, `sent[r]` to rank r and `received[r]` from it; None: as many with each. Selective AC can
-    save what arrives. Private: _c10d_functional (tried on torch 2.11 to 2.15)."""
+    """Start to exchange rows: `sent[r]` to rank r, and `received[r]` from it; None: equally many with each rank.
+    Selective AC can save the result. Private: _c10d_functional (tried on torch 2.11 to 2.15)."""
     sizes = [len(x) // group.size()] * group.size()
     return torch.ops._c10d_functional.all_to_all_single(x, received or sizes, sent or sizes, group.group_name)
 
 
 def _wait(x: Tensor) -> Tensor:
-    """Have what follows wait for what arrives."""
+    """Have the operators that follow wait for a tensor in flight."""
     return torch.ops._c10d_functional.wait_tensor(x)

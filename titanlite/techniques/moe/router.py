@@ -15,12 +15,11 @@ from titanlite.config.schema import Model
 class Router(nn.Module):
     """Returns a token's experts and their scores, and balances the experts' load.
 
-    Of equal scores, the expert with the smaller number is chosen: torch.topk promises no order, and a layout must not
-    change the choice.
+    If scores are equal, the expert with the smaller number is chosen. torch.topk promises no order, and a layout must
+    not change the choice.
 
-    A backward also adds to `record` what moe/balance.py needs: by expert the number of tokens and the sum of their
-    scores, and the sum of the z-loss. A forward that activation checkpointing repeats thus counts once, and validation
-    does not count.
+    The backward adds to `record` what moe/balance.py needs: each expert's number of tokens and sum of scores, and the
+    sum of the z-loss. So a forward that activation checkpointing repeats counts once, and validation does not count.
     """
 
     def __init__(self, model: Model):
@@ -29,13 +28,13 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(self.n_experts, model.dim))
         self.bias = nn.Parameter(torch.empty(self.n_experts)) if self.moe.router_bias else None
         self.register_buffer("balance_bias", torch.zeros(self.n_experts) if self.moe.balance_bias else None)
-        self.register_buffer("load", torch.zeros(self.n_experts, dtype=torch.int64))  # of the last optimizer step
+        self.register_buffer("load", torch.zeros(self.n_experts, dtype=torch.int64))  # the last optimizer step's
         self.register_buffer("record", torch.zeros(2 * self.n_experts + 1, dtype=torch.float64), persistent=False)
-        self.contributes = True  # of the ranks that route the same tokens, one contributes
+        self.contributes = True  # one of the ranks that route the same tokens does
         self.tokens_per_step, self.loss_scale = 1.0, 1.0
 
     def reset_buffers(self, device: torch.device) -> None:
-        """Set the buffers to zero, each with its own data type, which is not that of the weights."""
+        """Set the buffers to zero. Their data types do not depend on that of the weights."""
         if self.balance_bias is not None:
             self.balance_bias = torch.zeros(self.n_experts, device=device)
         self.load = torch.zeros(self.n_experts, dtype=torch.int64, device=device)
@@ -57,17 +56,17 @@ class Router(nn.Module):
         return scores_NK * self.moe.score_scaling, experts_NK, counts_E
 
     def local_weights(self) -> list[Tensor]:
-        """Return the weight, and the bias if there is one, as this process computes with them; parallelism replaces
-        it."""
+        """Return the weight, and the bias if there is one, as plain tensors to compute with; parallelism replaces this
+        method."""
         return list(self.parameters())
 
     def _balanced(self, scores_NE: Tensor, logits_NE: Tensor, counts_E: Tensor) -> Tensor:
-        """Return the scores, whose backward records the load and adds the gradients of the auxiliary losses. These are
-        divided by the tokens of the global batch, as gradients are only summed over ranks."""
+        """Return the scores. Their backward records the load and adds the gradients of the auxiliary losses, which are
+        divided by the tokens of the global batch, since gradients are summed over ranks, not averaged."""
         sums_E = (scores_NE / scores_NE.sum(-1, keepdim=True)).sum(0)  # each token's scores sum to 1
         loss = z_loss = sums_E.new_zeros(())
         if self.moe.balance_loss_weight:
-            load_E = self.load.where(self.load.any(), 1).to(sums_E.dtype)  # before the first step: alike
+            load_E = self.load.where(self.load.any(), 1).to(sums_E.dtype)  # equal loads before the first step
             shares_E = load_E / load_E.sum()
             loss = loss + self.moe.balance_loss_weight * self.n_experts * (shares_E * sums_E).sum()
         if self.moe.z_loss_weight:
@@ -88,7 +87,7 @@ class Router(nn.Module):
 
 
 def _largest(scores: Tensor, n: int) -> Tensor:
-    """Return the indices of the n largest scores of each row, the largest first and of equal ones the first."""
+    """Return the indices of the n largest scores of each row, the largest first; equal scores keep their order."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :n]
 
 

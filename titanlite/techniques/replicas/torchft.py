@@ -1,9 +1,9 @@
 """Replica groups that may die: launches of the same config that torchft (github.com/pytorch/torchft) connects.
 
 Each rank has a torchft Manager, which connects it with the ranks of the same number in the other groups. In each step
-the groups that live sum their token counts and gradients, so the step is that of one process that was fed what they
-were fed. A step during which a group dies is taken again by the others. A group that returns gets the state of a living
-one from its memory, and goes on at its step.
+the participants sum their token counts and gradients, so the step equals that of a single process on all of their
+samples. If a group dies during a step, the others take the step again. A group that returns is recovering: it gets the
+state of a participant from that one's memory, and continues at its step.
 """
 
 import itertools
@@ -41,27 +41,27 @@ from titanlite.train_step import OneGroup, SavedState, Totals, sum_over_ranks
 BUCKET_ELEMENTS = 2**24
 """Elements of gradients that are summed over the groups at a time."""
 ATTEMPT = timedelta(seconds=20)
-"""How long a group waits for others before it looks whether it was asked to stop."""
+"""How long a group waits for others before it checks whether it was asked to stop."""
 ATTEMPTS_BEFORE_STOP = 2
-"""How often a step fails, at most, before a group that is asked to stop ends without it."""
+"""Failures of a step after which a group that is asked to stop ends without completing it."""
 WAITING = "waiting for other replica groups"
 MODULUS = 2**53
-"""Of hashes that groups compare: float64 has every integer below it."""
+"""Hashes that groups compare are below it: float64 represents every such integer."""
 History = Annotated[list[tuple[int, int, list[int]]], Field(max_length=1_000_000)]
-"""Who took the steps: the first step, the quorum, the groups."""
+"""Who took the steps: the first step, the quorum, the participants."""
 
 
 class Ballot(NamedTuple):
-    """A group's row of the table that groups compare before a step: the sum of tables that have one row each."""
+    """A group's row of the table that groups compare before a step. Each group fills its own row; tables are summed."""
 
     groups: float
-    """How many groups have this number: 1 unless that is an error."""
+    """How many groups have this number; more than 1 is an error."""
     tokens: float
     is_member: float
     """Whether it has taken part in a step."""
     identity: float
     state: float
-    """A hash of its weights and optimizer states; 0 if the groups are those of the step before."""
+    """A hash of its weights and optimizer states; 0 if the quorum is that of the previous step."""
 
 
 class Replicas(OneGroup):
@@ -90,14 +90,14 @@ class Replicas(OneGroup):
         self.section, self.device, self.signals = section, device, signals
         self.identity = xxhash.xxh3_64_intdigest(json.dumps(identity, sort_keys=True).encode()) % MODULUS
         self.living: list[int] = []
-        """Numbers of the groups that have taken part in the last step."""
+        """Numbers of the groups that were participants of the last step."""
         self._in_step, self._is_member, self._is_loading, self._healed = False, False, False, False
         self._quorum, self._lived, self._n_failures = -1, list[int](), 0
         self._state_hash: int | None = None
         self._history: list[tuple[int, int, list[int]]] = []
         self._last = 0
         self.has_state_of_another = False
-        """Whether the state was another group's once. A run may then end without a step of its own."""
+        """Whether this group has recovered from another's state. Its run may then end without a step of its own."""
         self._model, self._optimizer, self._timeout = model, optimizer, comm.init_timeout_seconds
         require_torchft()
 
@@ -113,7 +113,7 @@ class Replicas(OneGroup):
         self._groups = (torchft.ProcessGroupNCCL if self.device.type == "cuda" else torchft.ProcessGroupGloo)(
             timedelta(milliseconds=section.process_group_timeout_ms)
         )
-        self._ranks = dist.new_group(backend="gloo")  # with a timeout of its own, see `_join`
+        self._ranks = dist.new_group(backend="gloo")  # a group with its own timeout, see `_join`
         place: list[Any] = [socket.gethostname(), 0]
         if dist.get_rank() == 0:
             self._store = dist.TCPStore(*place, is_master=True, wait_for_workers=False)
@@ -159,12 +159,12 @@ class Replicas(OneGroup):
         mark("starting the loop")
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint has of the groups, as plain JSON."""
+        """Return the state for a checkpoint, as plain JSON."""
         return {"batches_of_groups": self.manager.batches_committed(), "history": self._history}
 
     def steps(self, last_step: int, last: int) -> Iterator[int]:
-        """Yield the number of each step, the same one again if it did not count, until `last` has been taken. The state
-        is then that of the step before.
+        """Yield the number of each step until `last` has been taken. A step that did not count is yielded again, with
+        the state as it was before.
 
         Raises:
             TrainingError: if the group was asked to stop while it waited for others.
@@ -172,12 +172,12 @@ class Replicas(OneGroup):
         self._last = last
         while self.manager.current_step() < last:
             self._join()
-            if self.manager.current_step() < last:  # else the others have ended, and it has their last state
+            if self.manager.current_step() < last:  # otherwise the others have ended, and this has their state
                 yield self.manager.current_step() + 1
 
     def _join(self) -> None:
-        """Wait for the groups of the next step, and get the state of another if this one is behind. Ranks that have got
-        it wait for those that have not yet; if one could not, all get it again.
+        """Wait for the quorum of the next step, and recover from another group's state if this one is behind. Ranks
+        that have it wait for those that do not yet; if one failed, all of them get the state again.
 
         Private: Manager._quorum_future, which keeps the error of a failed attempt (torchft-nightly 2026.10.26).
         """
@@ -190,7 +190,7 @@ class Replicas(OneGroup):
                 if self._n_failures > 1:
                     time.sleep(1)
                 lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0")
-                # A lazy connection has no timeout of its own: of a group that hangs, the others would never know.
+                # A lazy connection has no timeout of its own: the others would never notice a group that hangs.
                 os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
                 try:
                     self.manager.start_quorum()
@@ -213,17 +213,17 @@ class Replicas(OneGroup):
         self._in_step = True
 
     def sum(self, tensor: Tensor) -> None:
-        """Sum a tensor over the living groups, in place. If that fails, `_committed` returns False."""
+        """Sum a tensor over the participants, in place. If that fails, `_committed` returns False."""
         self.manager.allreduce(tensor, reduce_op=dist.ReduceOp.SUM).wait()
 
     def count(self, valid: Tensor) -> None:
-        """Sum a step's number of tokens over the living groups, in place, unless that fails, and compare what the
-        groups must share. Does nothing between `totals` and the next step.
+        """Sum a step's number of tokens over the participants, in place, unless that fails, and compare what the groups
+        must share. Does nothing between `totals` and the next step.
 
         Raises:
-            ConfigError: if this group is new and has another config, other weights or the number of a living group.
-            TrainingError: if it is not new, no other group is, its weights are others, and a group with a smaller
-                number goes on.
+            ConfigError: if this group is new and has another config, other weights or the number of a participant.
+            TrainingError: if neither this group nor another is new, their weights differ, and a group with a smaller
+                number continues.
         """
         if not self._in_step:
             return
@@ -236,7 +236,7 @@ class Replicas(OneGroup):
         own = Ballot(1, valid.item(), self._is_member, self.identity, state)
         table[self.section.replica_id] = table.new_tensor(own)
         self.sum(table)
-        rows = table.tolist()  # NCCL's errors come with it
+        rows = table.tolist()  # tolist() waits for the device: NCCL's errors are raised here
         if self.manager.errored() or self._groups.errored():
             return
         self._quorum = quorum
@@ -262,9 +262,9 @@ class Replicas(OneGroup):
     def totals(
         self, loss_sum: Tensor, valid: Tensor, parameters: Iterable[nn.Parameter], signals: Signals, *counts: float
     ) -> Totals | None:
-        """Sum what a step has computed, over the ranks of this group and over the living groups; see OneGroup. The
-        gradient norm is that of any group, since gradients are sums, but for what different hardware rounds
-        differently. Prints when other groups live than in the step before."""
+        """Sum a step's results over the ranks of this group and over the participants; see OneGroup. All groups have
+        the same summed gradients, so their norms differ only by the rounding of different hardware; their mean is
+        returned. Prints the participants when they change."""
         members = list(parameters)
         self._sum_shards([local_shard(parameter.grad) for parameter in members if parameter.grad is not None])
         norm = gradient_norm(members, self.device)
@@ -278,7 +278,7 @@ class Replicas(OneGroup):
         return Totals(torch.stack([loss / valid, norm / max(len(self.living), 1), stopping, saving, *counted]))
 
     def _sum_shards(self, shards: list[Tensor]) -> None:
-        """Sum plain tensors over the living groups, in place."""
+        """Sum plain tensors over the participants, in place."""
         chunks = [chunk for shard in shards for chunk in _chunks(shard)]
         while chunks:
             bucket = [chunks.pop()]
@@ -295,7 +295,7 @@ class Replicas(OneGroup):
     def _committed(self, step: int) -> bool:
         """Return whether all ranks of this group have received all sums for `step`; else print that it is repeated."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # under the watchdog, which does not limit what follows
+            torch.cuda.synchronize(self.device)  # the watchdog limits this, and not what follows
         self._in_step, error = False, self.manager.errored()
         mark(WAITING, limited=False)  # another group may be getting this one's state
         committed = self.manager.should_commit()
@@ -318,7 +318,7 @@ class Replicas(OneGroup):
         return True
 
     def final_step(self, step: int, *, is_last: bool) -> int:
-        """Return the last step of the run, if another group has taken it, and this one got its state."""
+        """Return the run's last step if this group got the state after it from another; otherwise `step`."""
         return self._last if self.has_state_of_another and not is_last else step
 
     def metrics(self) -> dict[str, float]:
@@ -326,16 +326,16 @@ class Replicas(OneGroup):
         return {"replica_groups": len(self.living)}
 
     def _tensors(self) -> list[Tensor]:
-        """Return this rank's weights and optimizer states, which must be the same in all groups, as plain tensors that
-        share their memory. States that do not exist are created, as they are before the first step."""
+        """Return plain tensors that share the memory of this rank's weights and optimizer states. These must be equal
+        in all groups. States that do not exist yet are created with their values before the first step."""
         is_new, states = not self._optimizer.state, optimizer_tensors(self._model, self._optimizer)
         for name, state in states.items():
             if is_new and name.endswith(".step"):
-                state.zero_()  # to create the states, torch takes a step without gradients
+                state.zero_()  # the step without gradients that created the states counted
         return plain_tensors(model_tensors(self._model) | states)
 
     def _saved(self) -> dict[str, Any]:
-        """Return this rank's state, for the same rank of another group. A thread calls it while the main one waits."""
+        """Return this rank's state for the same rank of another group. A thread calls it; the main one waits."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         state = {"state": self._state.save(), "history": self._history}
@@ -344,7 +344,7 @@ class Replicas(OneGroup):
     @torch.no_grad()
     def _load(self, saved: dict[str, Any]) -> None:
         """Continue from the state of another group."""
-        self._is_loading, self._state_hash = True, None  # an error is of this group, and ends it
+        self._is_loading, self._state_hash = True, None  # an error from here on is this group's, and ends it
         for tensor, other in zip(self._tensors(), saved["tensors"], strict=True):
             tensor.copy_(other)
         shared, self._history = last_shared_step(self._history, saved["history"]), saved["history"]
@@ -357,11 +357,11 @@ class Replicas(OneGroup):
 
 
 def last_shared_step(own: list[tuple[Any, ...]], other: list[tuple[Any, ...]]) -> int | None:
-    """Return the last step that two groups, by their histories, have the same past up to; None if both are the same."""
+    """Return the last step up to which the histories of two groups agree; None if the histories are equal."""
     n_shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(own, other, strict=False)))
     return min((steps[n_shared][0] - 1 for steps in (own, other) if n_shared < len(steps)), default=None)
 
 
 def _chunks(tensor: Tensor) -> Iterable[Tensor]:
-    """Return views of a tensor that have BUCKET_ELEMENTS at most. One that has holes is not divided."""
+    """Return views of a tensor with at most BUCKET_ELEMENTS each. A tensor that is not contiguous is not divided."""
     return tensor.view(-1).split(BUCKET_ELEMENTS) if tensor.is_contiguous() else [tensor]

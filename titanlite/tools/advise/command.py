@@ -1,11 +1,11 @@
-"""Search the layouts of a model on so many devices for the fastest one that fits.
+"""Search for the fastest layout with which a model fits a number of devices.
 
     titanlite advise --gpus N --model FLAVOR --seq-len TOKENS [--device NAME] [--write FILE.toml]
 
-Plans up to twelve layouts, prints the fastest with the reasons for the recommended one, and writes that one as a
+Plans up to twelve layouts, prints the fastest ones and the reasons for the recommended one, and writes that one as a
 config. `titanlite plan` plans it in detail. Needs no GPU, and takes minutes.
 
-Ctrl-C ends the search early: what has been planned until then is printed and written.
+Ctrl-C ends the search early: the result of the plans until then is printed and written.
 
 Exit status: 0 a layout is recommended; 1 nothing fits, or the search was interrupted; 2 the options are wrong.
 """
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from titanlite.tools.advise.search_space import Task
 
 MOST_DEVICES = 2**14
-"""Most devices: the candidate layouts are listed, and for more that takes minutes."""
+"""Most devices of a search: listing the candidate layouts takes minutes for more."""
 TOKENS = 4 * 2**20
-"""Default tokens of an optimizer step, as in the training of models with 7 to 70 billion parameters (Llama 2 and 3)."""
+"""Default tokens of an optimizer step, those of Llama 2 and 3 with 7 to 70 billion parameters."""
 
 
 def parse_options(argv: list[str]) -> Any:
@@ -48,11 +48,11 @@ def parse_options(argv: list[str]) -> Any:
 def make_task(options: Any) -> Task:
     """Return the task that the options describe. Raises ConfigError if there is no such device."""
     from titanlite.tools.advise.search_space import (
-        Task,  # here, as all that imports torch, for which --help need not wait
+        Task,  # here, since --help need not wait for torch
     )
 
     n_devices, sequences = options.gpus, max(1, options.global_batch // options.seq_len)
-    if sequences > n_devices:  # so that every data-parallel degree divides them
+    if sequences > n_devices:  # every data-parallel degree divides a multiple of the devices
         sequences -= sequences % n_devices
     device = find_device(options.device)
     return Task(options.model, options.seq_len, sequences, n_devices, options.device, device, options.float8)

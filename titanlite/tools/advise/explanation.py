@@ -12,7 +12,7 @@ from titanlite.tools.plan.report import GROUP_NAMES
 from titanlite.tools.plan.result import range_of, spread_of_difference
 
 MUCH_OVERLAPPED = 0.5
-"""Share of a step from which on overlapped communication is mentioned."""
+"""Least share of a step for which overlapped communication is mentioned."""
 
 
 def layout_table(search: Search, n_layouts: int) -> Table:
@@ -67,7 +67,7 @@ def explain(search: Search) -> list[str]:
 
 
 def _explain_doubts(search: Search, layout: PlannedLayout) -> list[str]:
-    """Return a line about the layouts that cannot be told apart from a layout, and what measurement would decide."""
+    """Return a line about the layouts that plans cannot tell apart from a layout, and the measurement that would."""
     doubts = []
     for other in (one for one in search.fitting() if one is not layout):
         wrong, group = spread_of_difference(layout.spread, other.spread)
@@ -91,7 +91,7 @@ def _describe(layout: PlannedLayout) -> str:
 
 
 def _explain_degrees(search: Search, layout: PlannedLayout) -> list[str]:
-    """Return a line each for tensor, pipeline, data and context parallelism, and for that of experts."""
+    """Return a line each for tensor, pipeline, data, context and expert parallelism."""
     length, candidate, mesh = search.task.seq_len, layout.candidate, layout.candidate.mesh
     ring, n_microbatches = mesh.cp // mesh.ulysses, candidate.local_batch // candidate.microbatch
     exposed = (

@@ -9,8 +9,8 @@ from titanlite.tools.plan.planner import FRAGMENTATION, overhead_bytes
 
 
 def estimate_bytes(task: Task, candidate: Candidate) -> float:
-    """Return the bytes that the worst rank needs, from the model's dimensions alone: weights, gradients and optimizer
-    states; gathered weights; activations of the microbatches in flight; logits; messages; non-tensor overhead."""
+    """Return the bytes that the worst rank needs, from the model's dimensions alone: weights, gradients, optimizer
+    states, gathered weights, activations of microbatches in flight, logits, messages and non-tensor overhead."""
     mesh, model, schedule = candidate.mesh, task.model, candidate.schedule
     layer_weights, own_weights = _layer_weights(task, mesh)
     saved, working, between = _layer_bytes(task, candidate)
@@ -18,7 +18,7 @@ def estimate_bytes(task: Task, candidate: Candidate) -> float:
     matrix = model.dim * model.vocab_size / mesh.tp
     shards = mesh.dp_shard * mesh.cp
     n_layers = model.n_layers
-    if mesh.pp > 1:  # the embedding and the head count as a layer each when layers are assigned to stages
+    if mesh.pp > 1:  # the embedding and the head count as a layer each in stages
         n_layers = candidate.stages * math.ceil((n_layers + 2) / (mesh.pp * candidate.stages))
     weights, own_weights = n_layers * layer_weights, n_layers * own_weights
     if mesh.pp == 1:
@@ -31,11 +31,11 @@ def estimate_bytes(task: Task, candidate: Candidate) -> float:
         gathered = weights * (2 + 4)
         n_microbatches = candidate.local_batch // candidate.microbatch
         in_flight = n_layers / candidate.stages * _forwards_in_flight(candidate, n_microbatches)
-        # Receive buffers of each stage in both directions, and, except under 1F1B, what was sent.
+        # Receive buffers of each stage in both directions and, except under 1F1B, sent messages.
         messages = 2 * tokens * model.dim * n_microbatches * (2 if schedule == "1F1B" else 3.5 * candidate.stages)
         if schedule in SPLIT_BACKWARD:
             gathered += mesh.pp * n_layers / candidate.stages * between
-    # Logits and their gradient take the same 2 bytes if compiled, else 2, and 8 of intermediate results.
+    # Logits take 2 bytes, which their gradient takes over if compiled; otherwise there are 8 of intermediate results.
     logits = (2 if candidate.compiled else 10) * matrix / model.dim * tokens * mesh.tp / candidate.loss_chunks(task)
     total = own_weights * STATE_BYTES + gathered + in_flight * saved + max(working, logits) + messages
     degrees = [mesh.pp, mesh.dp_replicate, shards, mesh.tp, mesh.cp // mesh.ulysses, mesh.ulysses]
@@ -44,7 +44,7 @@ def estimate_bytes(task: Task, candidate: Candidate) -> float:
 
 
 def _forwards_in_flight(candidate: Candidate, n_microbatches: int) -> float:
-    """Return the most forwards of a stage whose backward is yet to come, on the first rank, which has the most."""
+    """Return the most forwards of single stages that await their backward, on the first rank, which has the most."""
     pp, stages = candidate.mesh.pp, candidate.stages
     if candidate.schedule in V_SHAPED:
         return min(2 * pp, 2 * n_microbatches)
@@ -53,13 +53,13 @@ def _forwards_in_flight(candidate: Candidate, n_microbatches: int) -> float:
 
 
 def _layer_weights(task: Task, mesh: Mesh) -> tuple[float, float]:
-    """Return, for a layer, the mean over all of them, how many weights a rank gathers, and how many are its own."""
+    """Return how many weights of a layer a rank gathers, and how many it has itself, as means over all layers."""
     model, shards = task.model, mesh.dp_shard * mesh.cp
     matrices = 1 if model.tie_embeddings else 2
     total = (task.n_parameters - matrices * model.dim * model.vocab_size - model.dim) / model.n_layers
     experts = _share_with_experts(model) * 3 * model.dim * model.expert_dim * model.moe.n_experts
     others = (total - experts) / mesh.tp
-    # Experts are sharded over ep or, without it, over tp, and over all that remains of shards x tp.
+    # Experts are sharded over ep or, without it, over tp; FSDP shards them over the rest of shards x tp.
     return others + experts / (mesh.ep if mesh.ep > 1 else mesh.tp), others / shards + experts / (shards * mesh.tp)
 
 
@@ -69,7 +69,7 @@ def _share_with_experts(model: Model) -> float:
 
 
 def _expert_values(task: Task, mesh: Mesh) -> float:
-    """Return how many values of 2 bytes a token has in a mixture of experts, of which selective AC saves none."""
+    """Return how many values of 2 bytes a token has in a mixture of experts. Selective AC saves none of them."""
     model, moe = task.model, task.model.moe
     if not moe.n_experts:
         return 0.0
@@ -81,8 +81,8 @@ def _expert_values(task: Task, mesh: Mesh) -> float:
 
 
 def _layer_bytes(task: Task, candidate: Candidate) -> tuple[float, float, float]:
-    """Return, for a layer of a rank and one microbatch, the bytes saved for backward, those of temporary results, and
-    those between the two parts of a split backward."""
+    """Return three numbers of bytes for a layer of a rank and one microbatch: saved for the backward, temporary
+    results, and saved between the halves of a split backward."""
     mesh, model = candidate.mesh, task.model
     tokens = candidate.microbatch * task.seq_len / (mesh.cp * mesh.tp)
     dim, q_dim, kv_dim = model.dim, model.n_heads * model.head_dim, 2 * model.n_kv_heads * model.head_dim
@@ -90,14 +90,14 @@ def _layer_bytes(task: Task, candidate: Candidate) -> tuple[float, float, float]
     hidden, products = dense * (2 if model.gated_ffn else 1) * model.ffn_dim, dense * model.ffn_dim
     norms = (2 * dim if model.norm_placement == "both" else 0) + (q_dim + kv_dim // 2) * bool(model.qk_norm)
     channels, unsharded = 2 * q_dim + kv_dim, 2 * mesh.tp * dim if is_split else 0
-    # Values per token. Under tensor parallelism products read gathered inputs instead of a rank's own, and without AC
-    # they are saved. A compiled block saves no sum, and computes pointwise results again.
+    # Values per token. Under tensor parallelism, products read gathered inputs instead of a rank's own shards, and
+    # without AC these are saved. A compiled block saves no sums, and computes pointwise results again.
     full = candidate.checkpointing == "full"
     if full:
         saved = dim
     elif candidate.checkpointing == "selective":
         saved = (1 if is_split else 2 if candidate.compiled else 3) * dim + hidden + channels
-        saved += 0 if candidate.compiled else unsharded  # what tensor parallelism sums
+        saved += 0 if candidate.compiled else unsharded  # the sums over tensor-parallel ranks
     else:
         saved = (2 if is_split else 4) * dim + hidden + (products if candidate.compiled else hidden) + channels
         saved += norms + _expert_values(task, mesh) + unsharded

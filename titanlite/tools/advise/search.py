@@ -1,9 +1,9 @@
-"""Search the layouts of a model on so many devices for the fastest one that fits.
+"""Search for the fastest layout with which a model fits a number of devices.
 
-A closed-form estimate of memory drops what does not fit, and the config's own rules drop what is not legal. The rest is
-planned (titanlite/plan) in a fixed order, a few at a time: the heuristic baseline, FSDP alone, then what recomputes
-least and splits the model least. The last round varies the fastest layouts. Every plan corrects the memory estimates of
-the layouts that are like it. The recommended layout is one that was planned.
+A closed-form estimate of memory drops layouts that do not fit, and the config's own rules drop those that are rejected.
+The rest are planned (titanlite/tools/plan) in a fixed order, a few at a time: the heuristic baseline, FSDP alone, then
+the layouts that recompute least and split the model least. The last round varies the fastest layouts. Every plan
+corrects the memory estimates of similar layouts. The recommended layout is one that was planned.
 """
 
 import math
@@ -29,16 +29,16 @@ from titanlite.tools.plan.report import time_shares
 from titanlite.tools.plan.result import Spread
 
 ROUNDS, PLANS_PER_ROUND = 3, 4
-"""How many layouts are planned at most, whatever the number of cores."""
+"""Their product is the most layouts that are planned, whatever the number of cores."""
 CLOSE = 1.03
-"""How many times as long as the fastest a layout may take and still be recommended: plans are not more accurate."""
+"""Plans are not accurate enough to tell apart two layouts of which one takes less than this many times as long."""
 
 
 class PlannedLayout(NamedTuple):
-    """The plan of a candidate: bytes of the worst rank, seconds of a step and tokens per second and device.
-    `pipeline_bubble` is a share of the pipeline's time, `communication` is in seconds, and `overlapped` the part of it
-    that overlaps with computation; `shares` is report.time_shares, `spread` is result.Spread; `problem` says why there
-    is no plan, if so."""
+    """The plan of a candidate: bytes of the worst rank, seconds of a step, tokens per second and device.
+    `pipeline_bubble` is a share of the pipeline's time. `communication` is in seconds, and `overlapped` is the part of
+    it that overlaps with computation. `shares` is report.time_shares, `spread` a result.Spread. If the candidate could
+    not be planned, `problem` says why."""
 
     candidate: Candidate
     bytes: int = 0
@@ -70,10 +70,10 @@ class Search:
     """Chooses which candidates to plan.
 
     Attributes:
-        planned: so far, with those that could not be planned.
+        planned: the candidates planned so far, including those that could not be planned.
         baseline: the degrees of the heuristic baseline.
         rejected: the first problem of a rejected candidate, by mesh.
-        interrupted: whether the search was ended before it had planned all that it would have.
+        interrupted: whether the search was ended early.
     """
 
     def __init__(self, task: Task):
@@ -87,25 +87,25 @@ class Search:
         return size <= self.task.device.memory
 
     def fitting(self) -> list[PlannedLayout]:
-        """Return the planned layouts that fit, the fastest first; of equally fast ones the simplest."""
+        """Return the planned layouts that fit, the fastest first; of equally fast ones, the simplest first."""
         fitting = [layout for layout in self.planned if not layout.problem and self.fits(layout.bytes)]
         return sorted(fitting, key=lambda layout: (round(layout.seconds, 3), _costs(layout.candidate)))
 
     def recommended(self) -> PlannedLayout:
-        """Return the heuristic baseline if it is as fast as the fastest, within the accuracy of a plan, since many have
-        trained with it; else, of those that are as fast, the one with the least communication, which is slower than
-        planned first. At least one layout must fit."""
+        """Return the layout to recommend among those as fast as the fastest, within the accuracy of a plan. It is the
+        heuristic baseline if that is among them, since many have trained with it; otherwise the one with the least
+        communication, which is most often slower than planned. At least one layout must fit."""
         fitting = self.fitting()
         close = [layout for layout in fitting if layout.seconds <= CLOSE * fitting[0].seconds]
         return min(close, key=lambda layout: (layout.candidate.mesh != self.baseline, layout.communication))
 
     def least_bytes(self) -> float:
-        """Return the bytes of the candidate that needs least, planned or not."""
+        """Return the bytes of the candidate that needs the least memory, planned or not."""
         estimates = (estimate_bytes(self.task, candidate) for candidate in candidates(self.task))
         return min([*estimates, *(layout.bytes for layout in self.planned if not layout.problem)], default=math.inf)
 
     def corrected_bytes(self) -> Callable[[Candidate], float]:
-        """Return a function: a candidate's estimated bytes, times the ratio of similar plans to their estimates."""
+        """Return a function that estimates a candidate's bytes, corrected by the plans of similar candidates."""
         ratios: dict[tuple, list[float]] = {}
         for layout in self.planned:
             if not layout.problem:
@@ -121,7 +121,7 @@ class Search:
 
     def next_round(self, *, last: bool) -> list[tuple[Candidate, LoadedConfig]]:
         """Return the candidates to plan now, with their configs. The last round varies the schedule, checkpointing,
-        replication and the like of the fastest layouts; the others try new degrees."""
+        replication and so on of the fastest layouts; the rounds before it try new degrees."""
         corrected, fitting = self.corrected_bytes(), self.fitting()
         order = sorted(
             (candidate for candidate in self._open if self.fits(corrected(candidate))),
@@ -132,7 +132,7 @@ class Search:
         chosen: list[tuple[Candidate, LoadedConfig]] = []
         for candidate in _variations(fitting, order) if last else order:
             if len(chosen) < PLANS_PER_ROUND and candidate in self._open and key_of(candidate) not in done:
-                self._open.discard(candidate)  # also if it is rejected: it is not proposed again
+                self._open.discard(candidate)  # a rejected candidate is not proposed again, either
                 try:
                     chosen.append((candidate, load_candidate(self.task, candidate)))
                     done.add(key_of(candidate))
@@ -141,13 +141,13 @@ class Search:
         return chosen
 
     def _priority(self, candidate: Candidate, fitting: list[PlannedLayout]) -> tuple:
-        """Sort the heuristic baseline and FSDP alone first, and last what splits the model more than a layout that fits
-        and recomputes no less. Between them is first what recomputes least, then what splits least: the sequence rather
-        than tensors, and those rather than layers. Larger batches are first.
+        """Return a candidate's sort key. The heuristic baseline and FSDP alone come first. Last come candidates that
+        split the model more than a layout that fits, without recomputing less. The others are sorted by how much they
+        recompute, then by how much they split: the sequence before tensors before layers. Larger batches come first.
 
-        Of models with experts what splits least comes before what recomputes least, and so do larger batches: FSDP
-        gathers all weights for each of them, and a token uses few. Experts are rather partitioned over a node than
-        gathered, and over several nodes last."""
+        For models with experts, splitting and batch size count before recomputing: FSDP gathers all weights for each
+        batch, and a token uses few of them. Experts over a node come first, then no expert parallel, then experts over
+        several nodes."""
         mesh, costs = candidate.mesh, _costs(candidate)
         first = mesh in (self.baseline, Mesh(1, 1, self.task.n_devices, 1, 1, 1))
         needless = any(
@@ -165,7 +165,7 @@ class Search:
 
 
 def _similarities(candidate: Candidate) -> list[tuple]:
-    """Return what a candidate has in common with others whose memory estimates are as wrong, the most similar first."""
+    """Return the keys that a candidate shares with others whose memory estimates err alike, the narrowest first."""
     mesh, compiled, full = candidate.mesh, candidate.compiled, candidate.checkpointing == "full"
     return [(mesh, compiled, candidate.schedule, candidate.stages, full), (mesh, compiled), (mesh.pp > 1, compiled)]
 
@@ -175,12 +175,12 @@ def _degrees(candidate: Candidate) -> tuple[int, int, int]:
 
 
 def _split(candidate: Candidate) -> tuple[int, ...]:
-    """Return what the first rounds vary: the degrees that split the model, and that of experts."""
+    """Return the degrees that the first rounds vary: those that split the model, and expert parallelism's."""
     return *_degrees(candidate), candidate.mesh.ep
 
 
 def _costs(candidate: Candidate) -> tuple[int, ...]:
-    """Return what makes a layout slower as it grows: activation checkpointing, and the degrees that split the model."""
+    """Return numbers that make a layout slower as they grow: activation checkpointing, degrees that split the model."""
     return CHECKPOINTING.index(candidate.checkpointing), *_degrees(candidate)
 
 
@@ -191,7 +191,7 @@ def _choices(candidate: Candidate) -> tuple:
 
 
 def _variations(fitting: list[PlannedLayout], order: list[Candidate]) -> list[Candidate]:
-    """Return the candidates that differ from a layout in one choice, those of the fastest first."""
+    """Return the candidates that differ in one choice from a layout that fits; variations of the fastest come first."""
 
     def varies(candidate: Candidate, layout: PlannedLayout) -> bool:
         pairs = zip(_choices(candidate), _choices(layout.candidate), strict=True)
@@ -201,8 +201,8 @@ def _variations(fitting: list[PlannedLayout], order: list[Candidate]) -> list[Ca
 
 
 def search(task: Task, *, show_progress: bool = False) -> Search:
-    """Plan the most promising candidates, and print progress to standard error if asked to. Ctrl-C ends the search, and
-    what has been planned is returned if a layout fits."""
+    """Plan the most promising candidates, and print progress to standard error if asked to. Ctrl-C ends the search; its
+    result until then is returned if a layout fits."""
     result = Search(task)
     try:
         _plan_rounds(result, show_progress=show_progress)

@@ -1,4 +1,4 @@
-"""The layouts that the search chooses from: degrees, batch size, pipeline schedule, activation checkpointing."""
+"""The search space: degrees, batch size, pipeline schedule, activation checkpointing, float8."""
 
 import dataclasses
 import functools
@@ -23,13 +23,13 @@ GIB = 2**30
 SCHEDULES = (("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4), ("ZBVZeroBubble", 2))
 """Pipeline schedules, with stages per rank."""
 CHECKPOINTING = ("none", "selective", "full")
-"""Modes of activation checkpointing, from the fewest to the most activations recomputed."""
+"""Modes of activation checkpointing, in order of how much they recompute."""
 LONG_SEQUENCE, LOCAL_SEQUENCE = 32_768, 8192
-"""Tokens above which the heuristic baseline splits a sequence, and the tokens that it then leaves to a device."""
+"""The heuristic baseline splits sequences of more tokens than the first number, into parts of the second per device."""
 MOST_NODES = 4
-"""Nodes that the experts of a layer are partitioned over at most."""
+"""Most nodes over which the experts of a layer are partitioned."""
 STATE_BYTES = 16
-"""Bytes per parameter of a weight, its gradient and its two optimizer states in float32."""
+"""Bytes per parameter: a weight, its gradient and two optimizer states in float32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Task:
     """A model to train, and the devices to train it on.
 
     Attributes:
-        flavor: named size of titanlite/config/models.toml.
-        sequences: of an optimizer step; the same for every layout, so that their throughput can be compared.
-        device_name: in titanlite/metrics/devices.toml, or a TOML file.
+        flavor: name of a size in titanlite/config/models.toml.
+        sequences: those of an optimizer step, the same for every layout, so that throughputs can be compared.
+        device_name: name in titanlite/metrics/devices.toml, or a TOML file.
         float8: whether to try float8 too.
     """
 
@@ -85,8 +85,8 @@ class Mesh(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A layout. `stages` are those of a pipeline rank. `local_batch` (the per-device batch size) and `microbatch` count
-    sequences, and are equal without a pipeline."""
+    """A layout. `stages`: stages of each pipeline rank. `local_batch` (the per-device batch size) and `microbatch` are
+    numbers of sequences, and are equal without a pipeline."""
 
     mesh: Mesh
     schedule: str
@@ -103,7 +103,7 @@ class Candidate(NamedTuple):
         return f"{self.schedule}, {self.stages} per rank" if self.mesh.pp > 1 else ""
 
     def loss_chunks(self, task: Task) -> int:
-        """Return the chunks of cross-entropy, as many as `training.loss_chunks` is by default."""
+        """Return the number of chunks of cross-entropy: the default of `training.loss_chunks`."""
         tokens = self.microbatch * task.seq_len // self.mesh.cp
         return loss_chunks(tokens, task.model.vocab_size / self.mesh.tp)
 
@@ -126,7 +126,7 @@ class Candidate(NamedTuple):
                 "seq_len": task.seq_len,
                 "local_batch_size": self.local_batch,
                 "global_batch_size": task.sequences,
-                # Each data-parallel rank needs the same number of them.
+                # Each data-parallel rank needs the same number of streaming shards.
                 "streaming_shards": math.ceil(defaults.training.streaming_shards / mesh.dp) * mesh.dp,
             },
             "parallelism": {
@@ -143,7 +143,7 @@ class Candidate(NamedTuple):
             "activation_checkpoint": {"mode": self.checkpointing},
             "plan": {"device": task.device_name},
         }
-        if task.flavor != "debug":  # that one has a tokenizer of bytes
+        if task.flavor != "debug":  # the debug model's tokens are bytes
             sections["model"]["hf_assets_path"] = f"./assets/{task.flavor.partition('_')[0]}"
         changed = {
             name: {key: value for key, value in options.items() if value != getattr(getattr(defaults, name), key)}
@@ -157,9 +157,9 @@ def _divisors(number: int) -> list[int]:
 
 
 def meshes(task: Task) -> Iterator[Mesh]:
-    """Yield all degrees that multiply to the devices, with tensor parallelism inside a node and the sequences divided
-    evenly over the data-parallel ranks. Weights are replicated only over groups of full nodes, and only from 8 nodes
-    on: below that, sharding over all of them costs little and saves memory."""
+    """Yield all meshes whose degrees multiply to the number of devices, with tensor parallelism inside a node and the
+    sequences divided evenly over the data-parallel ranks. Weights are replicated only from 8 nodes on, and over groups
+    of full nodes: with fewer nodes, sharding over all of them costs little and saves memory."""
     per_node = task.device.devices_per_node
     for tp in _divisors(math.gcd(task.n_devices, per_node)):
         for pp in (pp for pp in _divisors(task.n_devices // tp) if pp <= task.model.n_layers):
@@ -176,21 +176,21 @@ def meshes(task: Task) -> Iterator[Mesh]:
 
 
 def expert_degrees(task: Task, n_ranks: int) -> list[int]:
-    """Return the degrees of expert parallelism over so many ranks: 1, as many of a node as divide the experts evenly,
-    and that over several nodes."""
+    """Return the degrees of expert parallelism to try on n ranks: 1, the largest within a node that divides the experts
+    evenly, and those over several nodes."""
     within_node = math.gcd(n_ranks, task.device.devices_per_node, task.model.moe.n_experts)
     degrees = _divisors(math.gcd(n_ranks, task.model.moe.n_experts)) if task.model.moe.n_experts else [1]
     return [ep for ep in degrees if ep == 1 or within_node <= ep <= MOST_NODES * within_node]
 
 
 def candidates(task: Task) -> Iterator[Candidate]:
-    """Yield each mesh with every batch size, schedule, checkpointing mode and precision, legal or not. All are
-    compiled, except zero-bubble schedules and models with experts."""
+    """Yield each mesh with every batch size, schedule, checkpointing mode and precision, even combinations that a rule
+    rejects. All are compiled, except with zero-bubble schedules and for models with experts."""
     for mesh in meshes(task):
         local_sequences = task.sequences // mesh.dp
         batches = [("1F1B", 1, size, size) for size in (1, 2, 4, 8) if local_sequences % size == 0]
         if mesh.pp > 1:
-            # More gradient accumulation steps fill the pipeline more often, but keep fewer messages.
+            # With more gradient accumulation steps the pipeline fills more often, but keeps fewer messages.
             batches = [
                 (schedule, stages, local_sequences // steps, size)
                 for (schedule, stages), steps, size in itertools.product(SCHEDULES, (1, 2, 4, 8), (1, 2, 4))
@@ -213,8 +213,8 @@ def load_candidate(task: Task, candidate: Candidate) -> LoadedConfig:
 
 
 def heuristic_baseline(task: Task) -> Mesh:
-    """Return the degrees of the common heuristic, as in Megatron's papers, torchtitan and Llama 3's (arXiv:2407.21783,
-    section 3.3.2): FSDP alone for small models; else tensor parallelism within a node, a pipeline across nodes until a
+    """Return the degrees of the heuristic of Megatron's papers, torchtitan and Llama 3 (arXiv:2407.21783, section
+    3.3.2): FSDP alone for small models; otherwise tensor parallelism within a node, a pipeline across nodes until a
     stage fits half of a device, context parallelism for long sequences, data parallelism over the rest. A model with
     experts has expert parallelism within a node, in place of tensor parallelism."""
     n, memory = task.n_devices, task.device.memory / 2

@@ -1,8 +1,8 @@
-"""Measure collectives by size, in the groups that a layout's axes have: neighbouring ranks of a node, and one rank of
-each node or all ranks, where there are several nodes.
+"""Measure collectives by size, in groups as a layout's axes have them: neighbouring ranks of a node and, if there are
+several nodes, one rank of each node and all ranks.
 
-In a training step ranks compute between collectives. So each collective is timed after matrix products: it includes
-what the ranks, which are never equally fast, wait for each other, and the time of threads to wake up.
+In a training step ranks compute between collectives. So each collective is timed after matrix products. Its time then
+includes the wait of fast ranks for slow ones, and the time that threads take to wake up.
 """
 
 import warnings
@@ -17,11 +17,11 @@ from titanlite.tools.calibrate.timing import Timer
 SIZES = {"cpu": [2**i for i in range(10, 25, 2)], "cuda": [2**i for i in range(12, 31, 2)]}
 """Bytes of the full tensor."""
 LEAST_SECONDS = 1e-6
-"""Less than any collective takes: the difference of two measurements may be below it."""
+"""A lower bound of any collective's time, since the difference of two noisy measurements may be below it."""
 
 
 def measure_collectives(timer: Timer, ranks_per_node: int) -> list[dict[str, object]]:
-    """Return each collective's points (bytes, seconds) in each kind of group. Every rank must call it."""
+    """Return the points (bytes, seconds) of each collective in each kind of group. Every rank must call it."""
     # torch 2.13 has new names for two of these, which 2.11 lacks.
     warnings.filterwarnings("ignore", message=".*is deprecated. Please use", category=FutureWarning)
     world, results = dist.get_world_size(), []
@@ -41,8 +41,8 @@ def measure_collectives(timer: Timer, ranks_per_node: int) -> list[dict[str, obj
 
 
 def kinds_of_groups(world: int, per_node: int) -> list[list[list[int]]]:
-    """Return the kinds of groups to measure, each as the ranks of all its groups: 2, 4, 8 and so on neighbours, all of
-    a node, one rank of each node, and all ranks."""
+    """Return the kinds of groups to measure, each as the ranks of all its groups. The groups have 2, 4, 8, ...
+    neighbours, all ranks of a node, one rank of each node, or all ranks."""
     sizes = sorted({2**i for i in range(1, per_node.bit_length()) if 2**i <= per_node} | {per_node} - {1})
     kinds = [[list(range(first, first + n)) for first in range(0, world, n)] for n in sizes if world % n == 0]
     if world > per_node:
@@ -53,8 +53,8 @@ def kinds_of_groups(world: int, per_node: int) -> list[list[list[int]]]:
 
 
 def _products(device: torch.device) -> Callable[[], None]:
-    """Return a call of matrix products: about what a training step computes between two collectives. On a CPU whose
-    cores are shared by several ranks, the longer the ranks compute, the longer they wait for each other."""
+    """Return a call of matrix products that take about as long as the computation between two collectives of a training
+    step: if several ranks share a CPU's cores, ranks that compute longer also wait longer for each other."""
     rows, side, dtype = (4096, 4096, torch.bfloat16) if device.type == "cuda" else (1024, 256, torch.float32)
     left, right = (torch.randn(n, side, device=device).to(dtype) for n in (rows, side))
 
@@ -66,7 +66,7 @@ def _products(device: torch.device) -> Callable[[], None]:
 
 
 def call_of(name: str, size: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
-    """Return a call of a collective over a full tensor of so many bytes, or of a message from each rank to the next."""
+    """Return a call of a collective over a full tensor of `size` bytes, or of a message from each rank to the next."""
     n, rank = group.size(), group.rank()
     elements = max(size // 4 // n, 1) * n
     full = torch.ones(elements, device=device)
@@ -91,7 +91,7 @@ def _pass_on(sent: Tensor, received: Tensor, rank: int, group: dist.ProcessGroup
 
 
 def measure_slowdown(timer: Timer) -> float:
-    """Return by which share a matrix product is slower while an all-gather runs beside it; 0 on one rank."""
+    """Return the fraction by which a matrix product is slower while an all-gather runs beside it; 0 on one rank."""
     if dist.get_world_size() == 1:
         return 0.0
     device, n = timer.device, dist.get_world_size()
@@ -115,7 +115,7 @@ def measure_slowdown(timer: Timer) -> float:
 
 
 def best_bandwidths(collectives: list[dict[str, object]]) -> dict[str, float]:
-    """Return the best bandwidth of an all-gather within a node and between nodes, in bytes/s that a rank receives."""
+    """Return the best bandwidths of an all-gather within a node and between nodes: bytes/s that a rank receives."""
     best: dict[bool, float] = {}
     for row in collectives:
         if row["name"] == "all_gather":

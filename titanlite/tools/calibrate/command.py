@@ -3,11 +3,11 @@
     titanlite calibrate FILE.toml [--ranks N] [--checkpoint-folder DIR]   on this node
     torchrun ... -m titanlite calibrate FILE.toml                        on several nodes, one rank per device
 
-Measures matrix multiplication by shape, attention by length, memory-bound operators by size, what the host needs to
-dispatch an operator, each collective by size, within a node and between nodes, the host's memory and its link to the
-device, and with --checkpoint-folder how fast a checkpoint is written there. Takes one to three minutes in which
-nothing else should run. Writes FILE.toml: `titanlite plan CONFIG --plan.device=FILE.toml` plans with it. On a CPU the
-ranks share its cores, so calibrate with as many ranks as the run will have.
+Measures matrix multiplication by shape, attention by length, memory-bound operators by size, the host's time to
+dispatch an operator, each collective by size within a node and between nodes, the host's memory and its link to the
+device, and with --checkpoint-folder how fast a checkpoint is written there. Takes one to three minutes, in which
+nothing else should run. Writes FILE.toml: `titanlite plan CONFIG --plan.device=FILE.toml` plans with it. Ranks on a CPU
+share its cores, so calibrate with as many ranks as the run will have.
 
 Exit status: 0 the file is written; 2 the arguments are wrong; 1 anything else.
 """
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
 
 def calibrate(launch: Launch, file: Path, folder: Path | None) -> None:
     """Measure the devices of a launch and write them to a file. Every rank must call it."""
-    # Here, since it takes seconds to import torch, and --help and wrong arguments need none.
+    # Here, since the import of torch takes seconds, and --help and wrong arguments do not need it.
     from rich.console import Console
 
     from titanlite.launch.process import retain_freed_memory
@@ -92,7 +92,7 @@ def write(device: Device, file: Path) -> None:
 
 
 def rates_table(device: Device) -> Table:
-    """Return the best of the measured rates, for a reader to compare with a data sheet."""
+    """Return a table of the best measured rates, for a reader to compare with a data sheet."""
     from titanlite.tools.plan.report import empty_table
 
     measured = device.measured

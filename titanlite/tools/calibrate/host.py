@@ -1,8 +1,8 @@
 """Measure how long the host takes to dispatch operators: the forward and backward of a model so small that the
 operators themselves take almost no time, once of plain tensors and once of DTensors.
 
-In a training step on a CPU, large operators evict the dispatch's code and data from the caches. So something is copied
-between the modules here, whose time is subtracted.
+In a training step on a CPU, large operators evict the dispatch's code and data from the caches. So here a copy runs
+between the modules, and its time is subtracted.
 """
 
 from collections.abc import Callable
@@ -26,19 +26,19 @@ from titanlite.tools.plan.op_trace import Communication, Dispatch, OpTrace, Work
 from titanlite.torch_workarounds import ignore_warnings_of_views
 
 LEAST_SECONDS = 1e-7
-"""Less than any dispatch takes: the difference of measurements on a noisy machine may be below it."""
+"""A lower bound of any dispatch's time, since a difference of measurements on a noisy machine may be below it."""
 UPDATED_VALUES, STORED_VALUES = 2**25, 2**24
-"""Values of a weight that a rank's AdamW updates in host memory, more than caches hold, and of one that it saves."""
+"""Values of the weight that a rank's AdamW updates in host memory (more than caches hold), and of the one it saves."""
 TINY = {"dim": 16, "n_layers": 4, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 16, "vocab_size": 16}
 
 
 def measure_dispatch(timer: Timer, operators: dict[str, list[list[float]]]) -> tuple[float, float]:
-    """Return the seconds of dispatching an operator, and those of an operator on DTensors besides the operators that it
-    dispatches. Every rank must call it.
+    """Return the seconds to dispatch an operator, and those that an operator on DTensors takes besides the operators
+    that it dispatches. Every rank must call it.
 
     Args:
-        operators: points (bytes, seconds), as measure_operators returns them. On a CPU, where operators run on the
-            host, what they take themselves is subtracted.
+        operators: points (bytes, seconds) of measure_operators. On a CPU, operators run on the host, so their own time
+            is subtracted.
     """
     mesh = init_device_mesh(timer.device.type, (dist.get_world_size(), 1), mesh_dim_names=("ranks", "one"))["one"]
     one = torch.ones(1, device=timer.device)
@@ -50,7 +50,7 @@ def measure_dispatch(timer: Timer, operators: dict[str, list[list[float]]]) -> t
         n, on_dtensors, own = _count(call, eviction, operators, collective)
         seconds = timer(call)
         if timer.device.type == "cpu":
-            call()  # after it, `copies` is that of one call
+            call()  # `copies` now counts one call
             seconds -= own + eviction.copies * copying
         if tensor_parallel:
             results.append(max((seconds - n * results[0]) / on_dtensors, LEAST_SECONDS))
@@ -82,7 +82,7 @@ def measure_host_memory(timer: Timer) -> float:
     weight = torch.ones(UPDATED_VALUES, requires_grad=True)
     weight.grad = torch.ones_like(weight)
     optimizer = torch.optim.AdamW([weight], fused=True)
-    return 7 * weight.nbytes / timer(optimizer.step)  # reads four tensors and writes three
+    return 7 * weight.nbytes / timer(optimizer.step)  # the step reads four tensors and writes three
 
 
 def measure_host_link(timer: Timer) -> float:
@@ -133,8 +133,8 @@ def _training_step(
 def _count(
     call: Callable[[], object], eviction: Eviction, operators: dict[str, list[list[float]]], collective: float
 ) -> tuple[int, int, float]:
-    """Return how many operators a call dispatches without those that evict, how many of them on DTensors, and the
-    seconds that the operators themselves and the collectives take."""
+    """Return how many operators a call dispatches (those that evict do not count), how many of them on DTensors, and
+    the seconds that the operators themselves and the collectives take."""
     call()  # FSDP's first step differs
     with OpTrace() as trace:
         call()

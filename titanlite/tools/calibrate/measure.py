@@ -20,10 +20,10 @@ from titanlite.tools.calibrate.timing import Timer
 def measure_device(
     device: torch.device, *, ranks_per_node: int, checkpoint_folder: Path | None = None, show_progress: bool = False
 ) -> Device:
-    """Return the device with what was measured. Every rank must call it, and all get the same.
+    """Measure the device, and return it with the results. Every rank must call it, and all get the same.
 
-    What cannot be measured (power, and the network where there is one node) is the data sheet's if the GPU is known.
-    The storage is measured if a folder of checkpoints is given, which must exist.
+    Values that cannot be measured (power; with one node, the network) are the data sheet's if the GPU is known. The
+    storage is measured if a folder of checkpoints is given; it must exist.
     """
     timer, world = Timer(device), dist.get_world_size()
     with progress_bar("calibrate", total=7, unit="groups of measurements", enabled=show_progress) as advance:
@@ -67,7 +67,7 @@ def measure_device(
 
 
 def _measure_host(timer: Timer, ranks_per_node: int, checkpoint_folder: Path | None) -> dict[str, float]:
-    """Return the rates of the host that CPU offload and saving need, by the name of Device's field."""
+    """Return the host's rates that plans of CPU offload and of saves need, by the name of Device's field."""
     rates = {"host_memory_bandwidth": measure_host_memory(timer)}
     if timer.device.type == "cuda":
         rates["host_bandwidth"] = measure_host_link(timer)

@@ -1,5 +1,5 @@
 """Measure operators of one device: matrix multiplication by shape, attention by length, and memory-bound operators by
-size. Ranks that share a device's resources, as those of a CPU do, measure at the same time."""
+size. All ranks measure at the same time, since ranks may share resources, such as a CPU's cores."""
 
 import functools
 import itertools
@@ -16,30 +16,30 @@ from titanlite.tools.plan.op_trace import OpTrace, Work
 
 aten = torch.ops.aten
 SIDES = {"cpu": (64, 256, 1024, 4096), "cuda": (128, 512, 2048, 8192, 32768)}
-"""Sides of the matrices: every m, n and k of them."""
+"""Sides of the matrices: every combination as m, n and k."""
 MOST_FLOPS = {"cpu": 2e9, "cuda": 1e14}
-"""FLOPs of a product, at most; of an attention four times as many."""
+"""Most FLOPs of a product. An attention may have four times as many."""
 LENGTHS = {"cpu": (128, 256, 512, 1024, 2048, 4096), "cuda": (512, 1024, 2048, 4096, 8192, 16384, 32768)}
 HEAD_DIMS = {"cpu": (16, 64, 128), "cuda": (64, 128)}
 TOKENS_TIMES_HEADS = {"cpu": 2**15, "cuda": 2**20}
 ELEMENTS = {"cpu": [2**i for i in range(10, 24, 2)], "cuda": [2**i for i in range(10, 30, 3)]}
 ROW = 256
-"""Elements of a row, over which reductions go."""
+"""Elements of a row; reductions are over a row."""
 UNCACHED = {"cpu": 2**26, "cuda": 2**28}
-"""Bytes of the operands that an operator takes in turn and of their results, where MOST_TURNS are enough for them:
-more than most caches hold."""
+"""Bytes of all operands that an operator takes in turn, with their results: more than most caches hold. MOST_TURNS may
+limit them."""
 MOST_TURNS = 256
 
 MEASURED_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def measure_matmul(timer: Timer) -> dict[str, list[list[float]]]:
-    """Return rows of m, n, k and FLOP/s, by data type. A product is measured as the three of a linear layer: output,
-    input gradient and weight gradient, which read the operands in other orders; in bfloat16 on a CPU, as the first."""
+    """Return rows of m, n, k and FLOP/s, by data type. The rate is that of a linear layer's three products (output,
+    input gradient, weight gradient), which read operands in different orders; of the first in bfloat16 on a CPU."""
     kind, rows = timer.device.type, {}
     for name, dtype in MEASURED_DTYPES.items():
         operands = RandomOperands(timer.device, dtype)
-        # A GPU takes some 16 times longer for float32 than for bfloat16, and training seldom needs such products.
+        # A GPU takes some 16 times longer in float32 than in bfloat16, and training seldom needs such products.
         sizes = _sizes(kind, MOST_FLOPS[kind] / (16 if (kind, name) == ("cuda", "fp32") else 1))
         rows[name] = [[*size, 2 * math.prod(size) / _product_seconds(timer, operands, *size)] for size in sizes]
     if kind == "cuda" and torch.cuda.get_device_capability(timer.device) >= (8, 9):
@@ -55,10 +55,10 @@ def _sizes(kind: str, most_flops: float) -> list[tuple[int, ...]]:
 
 
 class RandomOperands:
-    """Returns random tensors, which are views of one buffer that grows to the largest that was asked for.
+    """Returns random tensors: views of one buffer, which grows to the largest request.
 
     An operator that is repeated on the same operands finds them in a cache. In a training step it seldom does, because
-    other operators have run since they were written. So an operator here takes other operands at each call.
+    other operators have run since the operands were written. So here an operator takes other operands at each call.
     The numbers are random because a GPU is faster on zeros, which take less power.
     """
 
@@ -67,8 +67,8 @@ class RandomOperands:
         self.buffer = torch.empty(0)
 
     def turns(self, *shapes: tuple[int, ...], result: int = 0) -> list[list[Tensor]]:
-        """Return lists of tensors in these shapes: so many lists that the caches do not hold all of them, with results
-        of so many elements. Of small ones there are fewer."""
+        """Return lists of tensors in these shapes, enough lists that the caches do not hold them all, together with
+        results of `result` elements. Small tensors have fewer lists than that would take."""
         sizes = [math.prod(shape) for shape in shapes]
         size = (sum(sizes) + result) * self.dtype.itemsize
         n = min(math.ceil(UNCACHED[self.device.type] / size), MOST_TURNS)
@@ -81,7 +81,7 @@ class RandomOperands:
 
 
 def _in_turn(call: Callable[..., object], turns: Sequence[Sequence]) -> Callable[[], object]:
-    """Return a call that takes the next operands each time, and writes its result to other memory each time."""
+    """Return a call that takes the next operands at each call, and writes its result to other memory each time."""
     numbers, results = itertools.cycle(range(len(turns))), [None] * len(turns)
 
     def next_turn() -> None:
@@ -124,7 +124,7 @@ def measure_attention(timer: Timer) -> tuple[list[list[float]], list[list[float]
     forward, backward = [], []
     for head_dim, length in itertools.product(HEAD_DIMS[kind], LENGTHS[kind]):
         n_heads = max(TOKENS_TIMES_HEADS[kind] // length, 4)
-        flops = 2 * n_heads * length * length * head_dim  # two products, and half of each
+        flops = 2 * n_heads * length * length * head_dim  # half of each of two products
         if flops > 4 * MOST_FLOPS[kind]:
             continue
         q, k, v, grad = (_random(timer.device, dtype, 1, n_heads, length, head_dim) for _ in range(4))
@@ -170,7 +170,7 @@ class Operands(NamedTuple):
 
 
 def _work_of(call: Callable[[], object]) -> Work:
-    """Return the operator that a call runs; the one with the most bytes, if it runs several."""
+    """Return the operator that a call runs; if it runs several, the one with the most bytes."""
     with OpTrace() as trace:
         call()
     works = [event for event in trace.segments[-1].events if isinstance(event, Work)]
@@ -178,7 +178,7 @@ def _work_of(call: Callable[[], object]) -> Work:
 
 
 def _operators(device: torch.device, rows: int) -> Iterator[Callable[[Operands], object]]:
-    """Yield operators that a training step spends its time on, over so many rows."""
+    """Yield the memory-bound operators of a training step, on `rows` rows."""
     yield lambda of: of.x * of.y
     yield lambda of: of.x + of.y
     yield lambda of: of.x / of.y

@@ -10,17 +10,17 @@ import torch.distributed as dist
 
 GROUPS = 5
 MOST_CALLS = 1000
-"""Calls of a group, at most."""
+"""Most calls of a group."""
 
 
 class Timer:
     """Times calls. Every rank must time the same ones in the same order.
 
     Args:
-        seconds: how long to repeat a call, at least.
+        seconds: least time for which a call is repeated.
 
     Attributes:
-        spreads: of each timed call, how far its groups' times are from that mean: the median share.
+        spreads: for each timed call, the median relative distance of its groups' times from their mean.
     """
 
     def __init__(self, device: torch.device, seconds: float = 0.05):
@@ -30,12 +30,12 @@ class Timer:
         self._barrier = self._mean(lambda: None, 1)
 
     def __call__(self, call: Callable[[], object]) -> float:
-        """Return the seconds of a call: the mean of five groups of calls without the slowest one. A step is a sum of
-        many operators, so what often delays one of them counts, and what rarely does so does not.
+        """Return the seconds of a call: the mean over five groups of calls, without the slowest group. A step is a sum
+        of many operators. So a delay that is frequent should count, and a rare one should not.
 
-        All ranks make as many calls and begin each group together, and it ends when the last rank has made them, as a
-        step goes on when the last rank has reached a collective. So what ranks share, and how unequally fast they are,
-        counts. The first two calls do not.
+        All ranks make equally many calls. They begin each group together, and it ends with the last rank, as a step
+        waits at a collective for the last rank. So the time includes the effects of shared resources and of unequal
+        speed. The first two calls do not count.
         """
         call()
         self._wait_for_all()
@@ -43,7 +43,7 @@ class Timer:
         call()
         self._synchronize()
         slowest = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)  # in host memory, by gloo
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)  # a tensor in host memory, reduced by gloo
         return self._mean(call, min(math.ceil(self.budget / GROUPS / slowest.item()), MOST_CALLS))
 
     def _mean(self, call: Callable[[], object], n_calls: int) -> float:
@@ -53,7 +53,7 @@ class Timer:
         return mean
 
     def _group(self, call: Callable[[], object], n: int) -> float:
-        """Return the seconds of a call in a group of n, which are the same on all ranks."""
+        """Return the seconds per call in a group of n calls, the same number on all ranks."""
         self._wait_for_all()
         begin = time.perf_counter()
         for _ in range(n):

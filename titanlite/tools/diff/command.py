@@ -2,8 +2,8 @@
 
 Prints the first tensor, in the order of computation, that differs by more than its inputs and the precision explain,
 and the distances of all modules in that step. The runs may have different layouts, precisions and machines, but must
-have the same model and batches. Exit status: 0 they agree; 1 they differ; 2 they cannot be compared, or some tensor
-cannot: one run lacks it, or rounding may drive right ones as far apart as these are.
+have the same model and batches. Exit status: 0 they agree; 1 they differ; 2 they cannot be compared, or a tensor
+cannot be: one run lacks it, or rounding alone may explain a difference as large as that of a wrong tensor.
 """
 
 from pathlib import Path
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
     a, b = arguments.runs
     if missing := [str(run) for run in (a, b) if not run.is_dir()]:
         raise ConfigError([f"{run}: no such folder" for run in missing])
-    # Here, since it takes seconds to import torch, and --help and wrong arguments need none.
+    # Here, since the import of torch takes seconds, and --help and wrong arguments do not need it.
     from titanlite.tools.diff.compare import compare_runs
     from titanlite.tools.diff.report import judge, report
 

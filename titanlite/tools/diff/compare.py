@@ -1,8 +1,8 @@
-"""Compare the fingerprints of two runs: the distance of each tensor, and what the two precisions explain of it.
+"""Compare the fingerprints of two runs: the distance of each tensor, and how much of it their precisions explain.
 
-A tensor differs because of what it is computed from, or because it is computed in another way. So each distance is
-compared with those of the tensor's own inputs (computation.py), and not with a fixed number: after a thousand steps the
-tensors of two right layouts may be far from each other, and none of them is much farther than its inputs.
+A tensor differs because its inputs differ, or because it is computed in another way. So each distance is compared with
+the distances of the tensor's own inputs (computation.py), and not with a fixed number. After a thousand steps the
+tensors of two right layouts may be far from each other, but none of them is much farther than its inputs.
 """
 
 import math
@@ -21,36 +21,36 @@ from titanlite.techniques.fingerprints.sketch import N_PRODUCTS, distance
 from titanlite.tools.diff.computation import GRADIENT_NORM, inputs_of_entries, module_of
 
 GROWTH, LARGE, GROWTH_OF_OUTPUT = 32, 0.5, 12
-"""A tensor may differ by this many times as much as its inputs, or as rounding once. Between right layouts, 20 times
-was the most in 1,000 steps (benchmarks/logs/fingerprints.log). Both distances may be wrong by a factor of 2. Distances
-from LARGE on are only half as many times those of their inputs: 11 times was the most there; the output of a block,
-which is its input and more, at most 12 times: 5 was the most."""
+"""A tensor may differ by GROWTH times the distance of its inputs, or GROWTH roundings. Between right layouts, 20 times
+was the most in 1,000 steps (benchmarks/logs/fingerprints.log), and both distances may be wrong by a factor of 2.
+Distances from LARGE on may be only GROWTH / 2 times those of their inputs (11 times was the most). A block's output,
+which contains its input, may differ by GROWTH_OF_OUTPUT times as much as its inputs (5 times was the most)."""
 PRODUCTS_ONLY = {"float8": 4, "int8": 4}
-"""The same for rounding to types to which only the operands of a block's seven matrix products are rounded: two right
-blocks are sqrt(14) roundings apart, or less. 1.4 was the most."""
+"""Roundings by which a tensor may differ, for types to which only the operands of a block's seven matrix products are
+rounded: two right blocks are at most sqrt(14) roundings apart. 1.4 was the most."""
 GROWTH_OF_ROOT = 16
-"""The same for what turns a small difference into a large one in some elements: Adam takes a step of full size in the
-direction of a gradient that is rounding only, and a router sends a token to another expert. Of a relative distance d
-about a fraction d of the elements is affected, so the distance grows with the root of d. 7 times was the most, of Muon
-in bfloat16, whose iteration magnifies what is small."""
-LIKELY = 1e-3  # where fewer tokens than this are expected to be sent to other experts, none is
+"""The factor on the root of a distance, where a small difference becomes a large one in some elements: Adam takes a
+step of full size along a gradient that is only rounding, and a router sends a token to another expert. A relative
+distance d affects about a fraction d of the elements, so the result's distance grows with the root of d. 7 times was
+the most, with Muon in bfloat16, whose iteration magnifies small numbers."""
+LIKELY = 1e-3  # an expected number of tokens sent to other experts that counts as none
 FACTOR, GROWTH_OF_FACTOR = 0.25, 8
-"""Rounding is nearly orthogonal to a tensor, and adds to the norms of both. So one may be a multiple of the other by no
-more than the first, as a fraction of the larger, or the second times their inputs' distance: 4.4 times was the most."""
+"""Limits of |c - 1| / max(c, 1) where B = c A: FACTOR, or GROWTH_OF_FACTOR times the distance of the inputs (4.4 times
+was the most). Rounding alone makes no such multiple: it is nearly orthogonal to a tensor, and adds to both norms."""
 MULTIPLE = 0.3
-"""Where more than this fraction of a tensor is no multiple of the other, it is not taken for one."""
+"""If the rest is more than this fraction of a tensor, the tensor is not taken for a multiple of the other."""
 FAR = 0.7
-"""Of two tensors that have nothing in common, whose distance is sqrt(2), one in 1,000 has an estimate below this."""
+"""Unrelated tensors have the distance sqrt(2). One in 1,000 such pairs has an estimate below this."""
 ZERO = 0.02
-"""A gradient that is smaller than this part of one rounding of the largest of its module is zero but for rounding.
-Those of biases of keys, without rotary embedding, were 0.001 to 0.003 of one in float64, float32 and bfloat16."""
+"""A gradient below this fraction of one rounding of its module's largest gradient is zero except for rounding. Without
+rotary embedding, those of keys' biases were 0.001 to 0.003 of a rounding in float64, float32 and bfloat16."""
 SUMMED = 1e-13
-"""Relative distance of the fingerprints of equal tensors, whose float64 sums are taken in another order."""
+"""Largest relative distance of the fingerprints of equal tensors: float64 sums may be taken in another order."""
 ROUNDING = {
     **{name: torch.finfo(getattr(torch, name)).eps / 2 for name in ("float64", "float32", "bfloat16", "float16")},
     **{"float8": 2**-4 / math.sqrt(3), "int8": 2**-6, "int4": 2**-2},
 }
-"""The largest relative error of rounding; in float8, the mean error of a product of matrices (PRODUCT_ERROR of
+"""The largest relative error of rounding by type; for float8, the mean error of a matrix product (PRODUCT_ERROR of
 tests/parallel/test_layouts.py)."""
 Distances = Mapping[str, float]
 Descriptions = tuple[Description, Description]
@@ -63,9 +63,9 @@ class Entry(NamedTuple):
     distance: float
     allowed: float
     ratio: float
-    """The constant by which B is a multiple of A; 1 where it is equal or no multiple."""
+    """The constant c with B = c A; 1 if they are equal, or B is no multiple of A."""
     is_coarse: bool
-    """Whether rounding explains so much that a wrong tensor would not have been told from this one."""
+    """Whether rounding explains a distance so large that the comparison could not detect a wrong tensor."""
 
     @property
     def differs(self) -> bool:
@@ -89,8 +89,8 @@ class Step(NamedTuple):
 
 
 def compare_runs(a: Path, b: Path) -> Iterable[Step]:
-    """Yield the comparison of each step that both runs have fingerprints of. Raises ConfigError if there is none, a
-    file is damaged, or the runs have global batches of other sizes."""
+    """Yield the comparison of each step whose fingerprints both runs have. Raises ConfigError if there is none, a file
+    is damaged, or the runs have global batches of different sizes."""
     steps_a, steps_b = file.steps_of(a), file.steps_of(b)
     if not (steps_a and steps_b):
         raise ConfigError([f"{b if steps_a else a}: no fingerprints; set debug.fingerprint_freq"])
@@ -116,8 +116,8 @@ def compare_runs(a: Path, b: Path) -> Iterable[Step]:
 def compare_step(
     a: Mapping[str, Tensor], b: Mapping[str, Tensor], descriptions: Descriptions, before: Distances, *, is_first: bool
 ) -> list[Entry]:
-    """Return the comparison of the tensors of a step that both runs have. `before` has the distances of the step before
-    by name, if that has fingerprints."""
+    """Return the comparison of the tensors that both runs have in a step. `before` has the distances of the previous
+    step by name, if that has fingerprints."""
     inputs = inputs_of_entries(a.keys() & b.keys())
     a, b = ({name: own[name] for name in inputs if name in own} for own in (a, b))
     a, b = (own | {GRADIENT_NORM: _gradient_norm(own)} for own in (a, b))
@@ -125,14 +125,14 @@ def compare_step(
     norms = {name: max(_norm(a[name]), _norm(b[name])) for name in inputs}
     limits, entries = _Limits(descriptions, norms, before, is_first=is_first), []
     used = {name: far for name, far in distances.items() if " ".join(name.split(" ")[:2]) not in limits.unused}
-    lists = {id(own): own for own in inputs.values()}  # many tensors have the same one
+    lists = {id(own): own for own in inputs.values()}  # many tensors share a list
     largest = {key: max([used[each] for each in own if each in used], default=0.0) for key, own in lists.items()}
     for name, own in inputs.items():
         tensors, far, explained = (a[name], b[name]), distances[name], largest[id(own)]
         phase, _, tensor = name.partition(" ")
         allowed, is_weight = limits.allowed(name, explained), phase == "update" and " " not in tensor
         is_far = is_weight and f"input {tensor}" not in inputs
-        if is_weight and not is_far:  # The change of the weight is compared, since the weight itself is far larger.
+        if is_weight and not is_far:  # the change is compared: the weight itself is far larger
             tensors = tuple(_change(each[f"input {tensor}"], each[name]) for each in (a, b))
             far = distance(*tensors)
             allowed += GROWTH * limits.of_weights * _norm(a[name]) / (max(map(_norm, tensors)) or 1)
@@ -145,7 +145,7 @@ def compare_step(
 
 
 class _Limits:
-    """How far two runs may be from each other in each tensor of a step. `norms` are their larger norms."""
+    """How far two runs may be from each other in each tensor of a step. `norms`: each tensor's larger norm."""
 
     def __init__(self, descriptions: Descriptions, norms: Distances, before: Distances, *, is_first: bool):
         self.norms, self.before, self.is_first = norms, before, is_first
@@ -157,7 +157,7 @@ class _Limits:
         self.once = max(ROUNDING[name] * PRODUCTS_ONLY.get(name, GROWTH) for name in compute_dtypes)
         self.same_weights_dtype = descriptions[0].weights_dtype == descriptions[1].weights_dtype
         self.n_tokens = descriptions[0].counts["tokens"] if any(".router." in name for name in norms) else 0.0
-        """Those that may be sent to other experts."""
+        """Tokens that may be sent to other experts."""
         self.forward_before = max([far for name, far in before.items() if name.startswith("forward ")], default=0.0)
         gradients = [name for name in norms if name.startswith("gradient ") and name != GRADIENT_NORM]
         self.parameters = {name.removeprefix("gradient "): norms[name] for name in gradients}
@@ -165,10 +165,10 @@ class _Limits:
         self.largest = {module_of(name): norm for name, norm in ascending}
         of_zero = {module: ZERO * self.rounding * norm for module, norm in self.largest.items()}
         self.unused = {f"input {name}" for name, norm in self.parameters.items() if norm <= of_zero[module_of(name)]}
-        """Parameters whose gradient is zero but for rounding."""
+        """Parameters whose gradient is zero except for rounding."""
 
     def allowed(self, name: str, explained: float) -> float:
-        """Return the limit of a tensor; of the update of a weight, the limit of its change but for its rounding."""
+        """Return the limit of a tensor; for the update of a weight, the limit of its change without its rounding."""
         phase, _, tensor = name.partition(" ")
         if phase == "input":
             return self._allowed_of_input(tensor)
@@ -179,14 +179,14 @@ class _Limits:
         is_output = phase == "forward" and tensor != "loss"
         allowed = self._allowed_of_activation(explained, GROWTH_OF_OUTPUT if is_output else GROWTH)
         if phase == "gradient" and self.parameters.get(tensor):
-            # Small gradients of a block are differences of large numbers, as those of queries and keys are where
-            # attention is about even, and rounding is relative to those.
+            # Small gradients of a block are differences of large numbers, and rounding is relative to these numbers:
+            # gradients of queries and keys, for example, where attention is about even.
             allowed *= self.largest[module_of(tensor)] / self.norms[name]
         return allowed
 
     def _allowed_of_input(self, tensor: str) -> float:
-        """Return the limit of what a step begins with. In the first step all is compared. Later, tokens are, and the
-        buffers of routers, which the loads of the step before have changed; the rest was an update of that."""
+        """Return the limit of an input of a step. The first step compares all inputs. Later steps compare tokens, and
+        the buffers of routers, which the previous step's loads changed; other inputs were that step's updates."""
         if tensor in ("tokens", "targets") or self.is_first:
             return SUMMED if tensor in ("tokens", "targets") or self.same_weights_dtype else GROWTH * self.of_weights
         if " " in tensor or tensor in self.parameters or f"input {tensor}" not in self.before:
@@ -200,8 +200,8 @@ class _Limits:
 
 
 def _ratio(tensors: tuple[Tensor, ...], far: float, allowed: float, explained: float) -> tuple[float, float]:
-    """Return the constant by which B is a multiple of A, and the limit of their distance, which such a constant lowers
-    where it is farther from 1 than rounding explains."""
+    """Return the constant c with B = c A, and the limit of the distance of A and B. A constant that is farther from 1
+    than rounding explains lowers the limit."""
     ratio = constant_ratio(*tensors, tolerance=allowed) if far > min(allowed, FACTOR) else 1.0
     factor = max(FACTOR, GROWTH_OF_FACTOR * explained)
     is_multiple = abs(ratio - 1) > factor * max(ratio, 1) and allowed < math.inf
@@ -209,7 +209,7 @@ def _ratio(tensors: tuple[Tensor, ...], far: float, allowed: float, explained: f
 
 
 def constant_ratio(a: Tensor, b: Tensor, tolerance: float) -> float:
-    """Return c where B = c A but for rounding, from two fingerprints; 1 where there is no such constant."""
+    """Return c if B = c A except for rounding, from two fingerprints; 1 if there is no such constant."""
     a, b = a[1:], b[1:]
     square = a.square().sum()
     if not (square > 0 and b.isfinite().all()):

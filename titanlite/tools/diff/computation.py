@@ -1,4 +1,4 @@
-"""What a step computes from what, by the names of its fingerprints."""
+"""The inputs of each tensor of a step, by the names of fingerprints."""
 
 import re
 from collections import defaultdict
@@ -10,19 +10,19 @@ BACKWARD_ORDER = (
     *(r"ffn_post_norm\.", r"feed_forward\.(.+\.)?w2", r"feed_forward\.", r"ffn_norm\."),
     *(r"attention_post_norm\.", r"attention\.wo", r"attention\.", r"attention_norm\."),
 )
-"""What the names of a block's parameters begin with, in the order in which the backward comes to them."""
+"""Prefixes of the names of a block's parameters, in the order in which the backward comes to them."""
 
 
 def inputs_of_entries(names: Collection[str]) -> dict[str, list[str]]:
-    """Return what each entry of a step is computed from, entries among `names` or GRADIENT_NORM, in the order of
-    computation: inputs, forward, backward with the gradients of weights, update. Entries that are computed from the
-    same ones share a list: a list for each would take a time that grows with the square of their number."""
+    """Return the inputs of each entry of a step, as entries among `names` or GRADIENT_NORM, in the order of
+    computation: inputs, forward, backward with the gradients of weights, update. Entries with the same inputs share a
+    list: with a list for each, the time would grow with the square of their number."""
     found, weights, states, updated = _grouped(names)
     of_module = defaultdict[str, list[str]](list)
     for name in sorted(found["gradient"], key=_backward_order):
         of_module[module_of(name)].append(f"gradient {name}")
     present, recorded = {*names, GRADIENT_NORM}, {*found["forward"], *found["backward"]} - {"loss"}
-    modules = in_order(recorded | of_module.keys() - {"output", "position_embeddings"})  # whose outputs are not
+    modules = in_order(recorded | of_module.keys() - {"output", "position_embeddings"})  # outputs not recorded
 
     def known(*entries: str) -> list[str]:
         return [each for each in entries if each in present]
@@ -33,7 +33,7 @@ def inputs_of_entries(names: Collection[str]) -> dict[str, list[str]]:
         inputs_of_module[module] = inputs[f"forward {module}"] = own + weights[module]
         own = known(f"forward {module}") or own
         if module == "tok_embeddings":
-            own = own + weights["position_embeddings"]  # which are added to its output
+            own = own + weights["position_embeddings"]  # they are added to the module's output
     own = [*own, *(weights["output"] or weights["tok_embeddings"]), *known("input targets")]
     inputs["forward loss"] = inputs_of_loss = own
     inputs |= dict.fromkeys(of_module["output"], own)
@@ -49,13 +49,13 @@ def inputs_of_entries(names: Collection[str]) -> dict[str, list[str]]:
         of_all = known(f"gradient {weight}", GRADIENT_NORM)
         inputs |= {name: of_all + known(name.replace("update", "input", 1)) for name in entries if name.count(" ") > 1}
         inputs[f"update {weight}"] = [*of_all, *known(f"input {weight}"), *states[weight]]
-    inputs |= {name: [] for name in sorted(present - inputs.keys())}  # what no model of ours has
+    inputs |= {name: [] for name in sorted(present - inputs.keys())}  # entries that none of our models has
     return {name: own for name, own in inputs.items() if name in present}
 
 
 def _grouped(names: Collection[str]) -> tuple[defaultdict[str, list[str]], ...]:
-    """Return, in the order of the model, the tensors of each phase; and the entries of each module's weights, of each
-    weight's states, and of each weight's update."""
+    """Return, in the order of the model, the tensors of each phase, the entries of each module's weights, those of each
+    weight's states, and those of each weight's update."""
     found, weights, states, updated = (defaultdict[str, list[str]](list) for _ in range(4))
     for name in in_order(names, lambda name: name.partition(" ")[2]):
         phase, _, tensor = name.partition(" ")
@@ -74,8 +74,8 @@ def _backward_order(parameter: str) -> int:
 
 
 def in_order(names: Iterable[str], tensor_of: Callable[[str], str] = str) -> list[str]:
-    """Return names of modules or of their tensors in the order of the model: embedding, layers by number, norm, output
-    head; others last. `tensor_of` returns that name from one of `names`."""
+    """Sort names in the order of the model: embedding, layers by number, norm, output head; others last. `tensor_of`
+    returns the module or tensor that a name is about."""
     first = ["tok_embeddings", "position_embeddings", "layers", "norm", "output"]
 
     def key(name: str) -> tuple[int, int, str]:

@@ -33,7 +33,7 @@ def write_html(steps: list[Step], a: Path, b: Path, target: Path) -> None:
 
 
 def step_figure(step: Step) -> Figure:
-    """Return the distances of a step in the order of computation, with what is explained of them."""
+    """Return a figure of the distances of a step in the order of computation, and of the explained distances."""
     figure = Figure(figsize=(WIDTH, 4.0), layout="constrained")
     axes, ring = figure.subplots(), {"markersize": 9, "fillstyle": "none", "color": "#b00020"}
     for phase, colour in PHASE_COLOURS.items():
@@ -54,7 +54,7 @@ def step_figure(step: Step) -> Figure:
 
 
 def steps_figure(steps: list[Step]) -> Figure:
-    """Return the distances of all steps as an image: rows are steps, columns are tensors."""
+    """Return a figure with the distances of all steps as an image: rows are steps, columns are tensors."""
     longest = max(steps, key=lambda step: len(step.entries))
     place = {entry.name: x for x, entry in enumerate(longest.entries)}
     image = np.full((len(steps), len(place)), np.nan)
@@ -73,7 +73,7 @@ def steps_figure(steps: list[Step]) -> Figure:
 
 
 def _label_order(axes: Axes, step: Step) -> None:
-    """Name the phases below the axis where each begins, on two lines in turn, since the forward is short."""
+    """Name each phase below the axis where it begins, on two lines in turn, since the forward is short."""
     phases = [entry.name.partition(" ")[0] for entry in step.entries]
     kinds = ["backward" if phase == "gradient" else phase for phase in phases]
     begins = [x for x in range(len(kinds)) if x == 0 or kinds[x] != kinds[x - 1]]

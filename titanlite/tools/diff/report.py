@@ -22,16 +22,16 @@ MEANING = {
     "gradient": "the gradient of {}",
     "update": "the change of {} by the optimizer",
 }
-STYLES = ("green", "bold red", "yellow")  # of the verdict, by the exit status
+STYLES = ("green", "bold red", "yellow")  # the verdict's style, by the exit status
 SMALLEST_RATIO = 1e-3
-"""Ratios nearer to 1 are no factor of a layout."""
+"""A ratio that is nearer to 1 than this is not explained by a layout."""
 MOST_NAMES = 5
-"""Tensors that a line names."""
+"""Most tensors that a line names."""
 
 
 def judge(steps: list[Step]) -> tuple[int, Step]:
-    """Return the exit status and the step that decides it: 1 the first in which a tensor differs; 2 the first in which
-    one cannot be compared; 0 all tensors agree, the last one."""
+    """Return the exit status and the step that decides it: 1 and the first step in which a tensor differs, or 2 and the
+    first in which one cannot be compared, or 0 and the last step if all tensors agree."""
     differs = next((step for step in steps if step.first), None)
     unknown = next((s for s in steps if any(s.missing) or any(entry.is_coarse for entry in s.entries)), None)
     return (1, differs) if differs else (2, unknown) if unknown else (0, steps[-1])
@@ -50,7 +50,7 @@ def report(steps: list[Step], a: Path, b: Path) -> Group:
 
 
 def verdict_lines(steps: list[Step]) -> list[str]:
-    """Return what is to be said of the steps of two runs, in lines."""
+    """Return the lines that say whether and where two runs differ."""
     status, step = judge(steps)
     wrong = [each for each in step.entries if each.differs] or [each for each in step.entries if each.is_coarse]
     entry, *others = wrong or [None]
@@ -81,14 +81,14 @@ def _explained(entry: Entry, step: Step) -> str:
 
 
 def quantities(a: Description, b: Description) -> dict[str, float]:
-    """Return the numbers by which two runs may have multiplied a gradient, by name; those that differ, of each run."""
+    """Return the numbers by which a run may have multiplied a gradient, by name. If two differ, both are there."""
     same = dict(a.counts.items() & b.counts.items())
     both = [(f"{name} of {run}", name, value) for run, of in (("A", a), ("B", b)) for name, value in of.counts.items()]
     return same | {text: value for text, name, value in both if name not in same}
 
 
 def _table(step: Step) -> Table:
-    """Return the largest distance of each module and phase; ! where one is larger than explained."""
+    """Return the table of the largest distance of each module and phase; ! marks one that is larger than explained."""
     table = Table("module", *PHASES, box=box.SIMPLE_HEAD, pad_edge=False)
     cells: dict[tuple[str, str], list[Entry]] = defaultdict(list)
     for entry in step.entries:

@@ -1,4 +1,4 @@
-"""Convert a TOML file of torchtitan, of its releases 0.2, and list what became of each key."""
+"""Convert a TOML file of torchtitan 0.2, and list what became of each key."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from titanlite.tools.from_torchtitan.keys import WHATEVER_THE_FILE_SAYS
 
 
 def toml_of(conversion: Conversion, header: list[str]) -> str:
-    """Return the options as TOML, after comments. Those that are torchtitan's defaults say so."""
+    """Return the options as TOML, below a header of comments. A comment marks torchtitan's defaults."""
     lines = [f"# {line}" for line in header]
     for section in sections_of(Config):
         chosen = {
@@ -52,7 +52,7 @@ def listing(rows: list[Row]) -> Table:
 
 def main(argv: list[str]) -> int:
     """Write the config to standard output or a file, and the listing to standard error. Return the exit status: 0, or 2
-    if the config that the file becomes is wrong, which the written config says too."""
+    if the resulting config is wrong; its comments then say what is wrong, too."""
     if len(argv) not in (1, 2) or any(not name or name.startswith("-") for name in argv):
         raise ConfigError(["expected titanlite config --from-torchtitan FILE [TARGET.toml]"])
     source, *targets = argv
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> int:
 
 
 def header(source: str, rows: list[Row], problems: list[str]) -> list[str]:
-    """Return the comments at the top of the config: what it was, what it lacks, and what is wrong."""
+    """Return the comments at the top of the config: its source, what it lacks, and what is wrong."""
     lacks = [row for row in rows if row.matters and row.status in (MISSING, UNKNOWN)]
     lines = [f"Converted from torchtitan's {show(source)} by titanlite config --from-torchtitan."]
     lines += [f"{row.status}: {row.source}: {row.note}" for row in lacks]

@@ -1,6 +1,6 @@
-"""The options that a file of torchtitan means, key by key, and the rows of the listing.
+"""Convert the keys of a torchtitan file to options, and to the rows of the listing.
 
-A key that is absent means torchtitan's default: where titanlite's is another, it is written too.
+An absent key means torchtitan's default. Where titanlite's default differs, torchtitan's is written, too.
 """
 
 import difflib
@@ -21,7 +21,7 @@ LARGEST = 2**53
 
 
 class Row(NamedTuple):
-    """A line of the listing. `matters` is false where nothing is lost."""
+    """A line of the listing. `matters` is false if nothing is lost."""
 
     status: str
     source: str
@@ -31,13 +31,13 @@ class Row(NamedTuple):
 
 
 class Conversion:
-    """The options that a file of torchtitan means, by their names, each with the key that says so."""
+    """The options that a torchtitan file converts to, by name, each with the key that it comes from."""
 
     def __init__(self, values: dict[str, Any]):
         pairs = sorted(flat(values), key=lambda pair: _precedence(*pair))
         self.values: dict[str, Any] = {}
         self.written: dict[str, tuple[str, Any]] = {}
-        """By a key of 0.2.2, the key and the value that the file has."""
+        """The file's own key and value, by the key of 0.2.2."""
         self.options: dict[str, tuple[Any, str]] = {}
         self.notes: dict[str, list[str]] = {}
         self.statuses: dict[str, str] = {}
@@ -57,7 +57,7 @@ class Conversion:
         return DEFAULTS[key] if key in DEFAULTS else OPTIONS[key].default if key in OPTIONS else None
 
     def number(self, key: str, default: float) -> Any:
-        """Return a number above 0, or -1; the default where the value is another, which the schema reports."""
+        """Return a number above 0, or -1. For any other value, which the schema reports, return the default."""
         value = self.get(key)
         return value if type(value) in (int, float) and (0 < value < LARGEST or value == -1) else default
 
@@ -68,11 +68,11 @@ class Conversion:
         return [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
 
     def put(self, option: str, value: Any, key: str) -> None:
-        """Set an option, and record the key that says so."""
+        """Set an option, and record the key that it comes from."""
         self.options[option] = value, key
 
     def note(self, key: str, text: str, status: str = MEANING_CHANGED) -> None:
-        """Add a text about a key, and its status unless that is empty. What is not offered remains so."""
+        """Add a text about a key, and its status unless that is empty. A missing feature keeps its status."""
         self.notes.setdefault(key, []).append(text)
         if status and self.statuses.get(key) != MISSING:
             self.statuses[key] = status
@@ -83,12 +83,12 @@ class Conversion:
             self.note(key, text, status)
 
     def unread(self, keys: list[str], reason: str) -> None:
-        """List keys that torchtitan does not read either, because of another one."""
+        """List keys that torchtitan does not read either, because of another key."""
         for key in keys:
             self.note_if_set(key, reason, NOT_READ)
 
     def finish(self) -> None:
-        """Drop defaults that are titanlite's, too, and add a row for each key of the file and each default written."""
+        """Drop torchtitan's defaults that titanlite shares. Add a row for each key of the file and other default."""
         for option, (value, key) in list(self.options.items()):
             if key not in self.values and value == OPTIONS[option].default and not option.startswith("model."):
                 del self.options[option]
@@ -102,7 +102,7 @@ class Conversion:
         self.rows.sort(key=lambda row: (STATUSES.index(row.status), row.status == DEFAULT and row.source))
 
     def _add_switches(self) -> None:
-        """Write out what turns options off that torchtitan does not read either; else titanlite would report them."""
+        """Write a switch that is off if its options are set: torchtitan ignores these, titanlite would report them."""
         for dependent in DEPENDENT_OPTIONS:
             switch = dependent.switch
             if switch in self.options or switch.startswith("model."):  # a model's defaults are its flavor's
@@ -130,7 +130,7 @@ class Conversion:
 
 
 def _precedence(key: str, value: Any) -> int:
-    """Return a number that is larger for the key that counts where two have one meaning, as in torchtitan."""
+    """Return a key's precedence: of two keys with one meaning, that with the larger number counts, as in torchtitan."""
     if key == "model.tokenizer_path":
         return 2 if value else 0
     return 0 if key in OF_0_2 else 1
@@ -157,6 +157,6 @@ def shown(value: Any) -> str:
 
 
 def hint(key: str) -> str:
-    """Return a known key that is spelled alike."""
+    """Return a hint that names a known key with a similar spelling."""
     near = difflib.get_close_matches(key, [*SAME, *OPTIONS, *NOT_OFFERED, *OF_0_2], n=1, cutoff=0.8)
     return f"; did you mean {near[0]}?" if near else ""

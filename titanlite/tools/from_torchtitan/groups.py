@@ -1,4 +1,4 @@
-"""What is computed from several keys of torchtitan: model, schedule, data, float8, pipeline and checkpoints."""
+"""Convert groups of torchtitan's keys that belong together: model, schedule, data, float8, pipeline, checkpoints."""
 
 import math
 from pathlib import Path
@@ -15,7 +15,7 @@ FLOAT8, MX = "quantize.linear.float8", "quantize.linear.mx"
 PIPELINE = "parallelism.pipeline_parallel_degree"
 INITIAL_WEIGHTS = [f"checkpoint.initial_load_{key}" for key in ("path", "in_hf", "model_only", "in_hf_quantized")]
 HUB_C4 = {"c4": "train", "c4_validation": "validation"}
-"""Split of allenai/c4 that is read, by the name of the dataset."""
+"""The split of allenai/c4 to read, by torchtitan's name of the dataset."""
 C4_TEST = "tests/assets/c4_test"
 """Folder of the dataset c4_test in torchtitan's repository."""
 
@@ -52,7 +52,7 @@ def _model(to: Conversion) -> None:
         return
     to.put(FLAVOR, ours, key)
     if not changes:
-        to.statuses[key] = RENAMED  # unless a note below says otherwise
+        to.statuses[key] = RENAMED  # a note below may say otherwise
     changes = dict(changes)
     if changes.pop("document_mask", False):
         to.put("training.document_mask", True, key)
@@ -66,8 +66,8 @@ def _model(to: Conversion) -> None:
 
 
 def _schedule(to: Conversion) -> None:
-    """Convert the warmup and the decay to the same learning rate in every step. torchtitan shortens a warmup, or a
-    decay, that the total does not hold. Its decay has a virtual last step, which titanlite counts as a step of it."""
+    """Convert the warmup and the decay so that every step has the same learning rate. torchtitan shortens a warmup or a
+    decay that exceeds the total. Its decay ends with a virtual step, which is a real one of titanlite's decay."""
     warmup_key, ratio_key = "lr_scheduler.warmup_steps", "lr_scheduler.decay_ratio"
     steps = to.number("training.steps", 10_000)
     total = to.number("lr_scheduler.total_steps", steps)
@@ -114,7 +114,7 @@ def _data(to: Conversion) -> None:
 
 
 def _dataset(kind: str, path: Any) -> dict[str, Any]:
-    """Return the options of a dataset by its name in torchtitan; of another, the name, which the schema reports."""
+    """Return the options of a dataset by its name in torchtitan. An unknown name is kept, and the schema reports it."""
     if kind == "c4_test":
         return {"dataset": "json", "dataset_path": path or C4_TEST}
     if kind == "c4" and not path:
@@ -160,7 +160,7 @@ def _validation(to: Conversion) -> None:
 
 
 def _validation_batches(to: Conversion) -> None:
-    """Convert the number of validation batches: of a rank in torchtitan, of the global batch in titanlite."""
+    """Convert the number of validation batches: torchtitan counts those of a rank, titanlite global batches."""
     steps, size = to.get("validation.steps"), to.number("validation.local_batch_size", 8)
     batch, seq_len = to.number("training.global_batch_size", -1), to.get("validation.seq_len")
     shard, replicate = (to.number(f"parallelism.data_parallel_{key}_degree", -1) for key in ("shard", "replicate"))

@@ -3,14 +3,14 @@
     titanlite generate FOLDER "prompt" ["prompt" ...]
     titanlite generate FOLDER --prompts FILE
 
-FOLDER is a checkpoint's step-N folder, the folder of a run or of its checkpoints, of which the newest is taken, or a
+FOLDER is a checkpoint's step-N folder, a run's folder or that of its checkpoints (the newest one is taken), or a
 Hugging Face folder (config.json and safetensors). FILE has a prompt on each line or, if its name ends in .jsonl, a JSON
-object with the key "prompt".
+object with the key "prompt" on each line.
 
-The text that follows each prompt is printed, up to EOS or --max-new-tokens. Its line feeds and tabs are as they are,
-and other control characters are escaped (\\x1b), so that no text commands a terminal. --chat takes each prompt as a
-user's message, in the tokenizer's chat template, and the text is the assistant's answer. The default is the most likely
-text; --temperature draws at random, the same text for the same --seed and prompt.
+Prints the text that follows each prompt, up to EOS or --max-new-tokens. Control characters other than line feeds and
+tabs are escaped (\\x1b), so that no text commands a terminal. With --chat, each prompt is a user's message in the
+tokenizer's chat template, and the text is the assistant's answer. By default each token is the most likely one;
+--temperature draws tokens at random, the same ones for the same --seed and prompt.
 
 Exit status: 0 done; 2 the folder or an argument is wrong.
 """
@@ -36,11 +36,11 @@ USAGE = """titanlite generate FOLDER ["prompt" ...] [--prompts FILE] [--chat] [-
            [--dtype float32|bfloat16|float64] [--tokenizer FOLDER]
            [--tensor-parallel-degree N] [--expert-parallel]"""
 LARGEST_FILE = 2**26
-"""Characters of a file of prompts."""
+"""Most characters of a file of prompts."""
 LONGEST = 2**20
-"""Tokens of a prompt and of its continuation, together."""
+"""Most tokens of a prompt and its continuation together."""
 SHARDED = ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
-"""Options of the model that tensor parallel divides by its degree, besides those of experts."""
+"""Options of the model that the tensor-parallel degree must divide, besides those of experts."""
 
 
 def _parser() -> Parser:
@@ -68,8 +68,8 @@ def _parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """Run `titanlite generate`, or one rank of it, as torchrun starts it: check the arguments, start the ranks of
-    tensor parallel if there are to be some, or print the texts. Returns the exit status."""
+    """Run `titanlite generate`, or one rank of it under torchrun: check the arguments, then start the tensor-parallel
+    ranks if there are several, or print the texts. Returns the exit status."""
     arguments = _parser().parse_intermixed_args(argv)
     random = {key: getattr(arguments, key) for key in ("top_k", "top_p", "seed")}
     random = {key: value for key, value in random.items() if value is not None}
@@ -123,8 +123,8 @@ def main(argv: list[str]) -> int:
 
 
 def read_prompts(file: Path) -> list[str]:
-    """Return the prompts of a file, whose lines are those of training data: the lines or, of a .jsonl file, the
-    "prompt" of each line's object. Raises ConfigError if it cannot be read or has more than LARGEST_FILE characters."""
+    """Return the prompts of a file: its lines or, in a .jsonl file, the "prompt" of each line's object. Lines end as in
+    training data. Raises ConfigError if the file cannot be read or has more than LARGEST_FILE characters."""
     options, lines, size = Training(dataset="text", text_sample_by="line"), [], 0
     try:
         for row in read_rows(options, segment_of(options, file), ["text"]):
@@ -150,8 +150,8 @@ def read_prompts(file: Path) -> list[str]:
 
 
 def check_length(options: Model, longest: int, new: int, batch_size: int, itemsize: float) -> None:
-    """Raise ConfigError if a prompt and its continuation are too long, or the keys and values of a batch of them have
-    no room in the memory of a rank; `itemsize` has a rank's share of the bytes of each number."""
+    """Raise ConfigError if a prompt and its continuation are too long, or the KV cache of a batch of them does not fit
+    into a rank's memory. `itemsize`: bytes of a number, divided by the ranks that share it."""
     import torch
 
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -165,7 +165,7 @@ def check_length(options: Model, longest: int, new: int, batch_size: int, itemsi
 
 
 def check_degree(options: Model, degree: int, launch: Launch, *, expert_parallel: bool) -> None:
-    """Raise ConfigError if a model cannot be sharded over so many ranks, or this node or launch has another number."""
+    """Raise ConfigError if a model cannot be sharded over `degree` ranks, or this node or launch has another number."""
     option, n_experts, problems = f"--tensor-parallel-degree = {degree}", options.moe.n_experts, []
     sizes = {f"model.{key}": getattr(options, key) for key in SHARDED}
     if expert_parallel and (degree == 1 or not n_experts):
@@ -186,7 +186,7 @@ def check_degree(options: Model, degree: int, launch: Launch, *, expert_parallel
 
 @contextlib.contextmanager
 def _ranks(launch: Launch, degree: int) -> Iterator[tuple[Any, Any]]:
-    """Yield this rank's device and the mesh of the tensor-parallel ranks; None for one rank, which needs no group."""
+    """Yield this rank's device and the tensor-parallel mesh; a single rank needs no group, and its mesh is None."""
     from titanlite.launch.process_group import device_of, process_group
     from titanlite.parallel import mesh
 

@@ -24,24 +24,24 @@ from titanlite.model import Llama
 
 @dataclasses.dataclass(frozen=True)
 class ModelFolder:
-    """Holds all of a model but its weights, which `load` reads."""
+    """Describes a trained model; `load` reads the weights."""
 
     path: Path
     """The Hugging Face folder, or the checkpoint's step-N folder."""
     options: Model
     dtype: torch.dtype
-    """Of the weights."""
+    """The data type of the weights."""
     is_hugging_face: bool
     config: dict[str, Any]
     """The run's config.toml; empty if there is none."""
 
     def value(self, section: str, key: str) -> Any:
-        """Return a value of the run's config.toml; None if it has none."""
+        """Return a value of the run's config.toml; None if it is not there."""
         return value_of_run(self.config, section, key)
 
     def tokenizer_path(self, choice: str | None) -> str:
-        """Return the path of the tokenizer, "" for that of bytes. `choice` is the argument --tokenizer, None without
-        it. Raises ConfigError if the folder does not say."""
+        """Return the path of the tokenizer; "" stands for the byte tokenizer. `choice` is the argument --tokenizer, or
+        None. Raises ConfigError if neither it nor the folder names one."""
         if choice is not None:
             return "" if choice == "bytes" else choice
         if self.is_hugging_face:
@@ -55,7 +55,7 @@ class ModelFolder:
         return path
 
     def tokenizer(self, choice: str | None) -> Tokenizer:
-        """Return the tokenizer. Raises ConfigError if it is not one of the model."""
+        """Return the tokenizer. Raises ConfigError if it does not fit the model."""
         rows = Rows(
             self.options.vocab_size,
             str(self.path),
@@ -80,7 +80,7 @@ class ModelFolder:
 
 
 def open_folder(folder: Path) -> ModelFolder:
-    """Return what a folder contains. Raises ConfigError if it is none of a model, or its description is damaged."""
+    """Return the description of a folder. Raises ConfigError if it has no model, or its description is damaged."""
     if (folder / "config.json").is_file():
         options = model_of(folder)
         return ModelFolder(folder, options, _hf_dtype(folder, options), True, {})
@@ -95,12 +95,12 @@ def open_folder(folder: Path) -> ModelFolder:
         raise ConfigError([f"{folder}: expected {expected}{hint}"]) from None
     config = config or read_config(config_file_of_run(path))
     reader = CheckpointReader(path)
-    dtype = reader.dtypes.get(f"model.{EMBEDDING}", torch.float32)  # what it lacks is an error when it is loaded
+    dtype = reader.dtypes.get(f"model.{EMBEDDING}", torch.float32)  # a checkpoint without it is rejected later
     return ModelFolder(path, model_options(path, reader.state), dtype, False, config)
 
 
 def _hf_dtype(folder: Path, options: Model) -> torch.dtype:
-    """Return the dtype of the embedding, which is that of all weights. A damaged file is an error when it is loaded."""
+    """Return the dtype of the embedding, which all weights share. A damaged file is rejected when it is loaded."""
     files = tensor_files(folder)
     name = name_in(files, hf_name(EMBEDDING, options))
     try:

@@ -1,4 +1,4 @@
-"""The loop of generation: prompts in batches, a forward for each prompt, then one for each token of all of them."""
+"""The loop of generation: in each batch, one forward per prompt, then one forward per new token of all prompts."""
 
 from collections.abc import Callable, Iterator
 
@@ -19,13 +19,13 @@ Choose = Callable[[torch.Tensor, range], list[int]]
 class Generator:
     """Continues prompts with a model, at most `batch_size` of them at a time.
 
-    Under tensor parallel every rank must do the same, and each has the same logits. Activations are sharded over the
-    tokens there, so each forward has a multiple of the degree: further tokens follow a prompt, which it does not see
-    and later ones replace, and further sequences repeat the first one.
+    Under tensor parallel every rank must make the same calls, and gets the same logits. Activations are sharded over
+    tokens there, so a forward needs a multiple of the degree. Prompts are padded at their end with tokens that they do
+    not attend to and that later tokens replace; batches are padded with copies of the first sequence.
 
     Args:
         mesh: the tensor-parallel ranks; None: this process alone.
-        expert_parallel: each of these ranks has some of the experts, and not a shard of every one.
+        expert_parallel: each of these ranks has some of the experts, instead of a shard of each expert.
         longest: tokens of the longest prompt.
     """
 
@@ -58,7 +58,7 @@ class Generator:
         return -(-count // self.degree) * self.degree
 
     def generate(self, prompts: list[list[int]], stop: set[int], choose: Choose) -> Iterator[list[int]]:
-        """Yield the tokens that continue each prompt, without the one of `stop` that ended it, batch by batch."""
+        """Yield the tokens that continue each prompt, without the token of `stop` that ended them, batch by batch."""
         for first in range(0, len(prompts), self.n_sequences):
             batch = prompts[first : first + self.n_sequences]
             yield from self._generate_batch(batch, range(first, first + len(batch)), stop, choose)

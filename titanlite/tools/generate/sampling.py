@@ -1,4 +1,4 @@
-"""From the model's last hidden states to the next tokens: logits of single tokens, and greedy or random choice.
+"""Choose the next tokens from their logits, greedily or at random.
 
 Shapes: B sequences, N tokens, D model width, V vocabulary.
 """
@@ -21,13 +21,13 @@ class Sampling:
     top_k: int = 0
     """Draw from the k most likely tokens; 0: from all."""
     top_p: float = 1.0
-    """Draw from the fewest most likely tokens that together have at least this probability."""
+    """Draw from the smallest set of most likely tokens whose total probability is at least this."""
     seed: int = 42
 
 
 def prompt_generators(prompts: list[str], seed: int) -> list[torch.Generator]:
     """Return a random number generator for each prompt. It depends on the seed, the prompt and how often the prompt
-    came before, so a text does not depend on what else is generated; equal prompts have different texts."""
+    came before. So a text does not depend on the other prompts, and equal prompts have different texts."""
     counts: collections.Counter[str] = collections.Counter()
     generators = []
     for prompt in prompts:
@@ -38,19 +38,19 @@ def prompt_generators(prompts: list[str], seed: int) -> list[torch.Generator]:
 
 
 def probabilities(logits_BV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Return the probabilities that tokens are drawn with, in descending order and 0 where they are left out, but not
-    normalized after top-p; and the tokens."""
+    """Return the probabilities with which tokens are drawn, in descending order, and the tokens. Left-out tokens have
+    probability 0. After top-p the sum is below 1."""
     logits_BV, tokens_BV = logits_BV.double().sort(dim=-1, descending=True, stable=True)
-    logits_BV = (logits_BV - logits_BV[:, :1]) / sampling.temperature  # at most 0, so that none overflows to infinity
+    logits_BV = (logits_BV - logits_BV[:, :1]) / sampling.temperature  # all are at most 0: none overflows to infinity
     if sampling.top_k:
         logits_BV[:, sampling.top_k :] = -torch.inf
     probabilities_BV = logits_BV.softmax(-1)
-    before_BV = probabilities_BV.cumsum(-1) - probabilities_BV  # of the tokens that are more likely
+    before_BV = probabilities_BV.cumsum(-1) - probabilities_BV  # total probability of more likely tokens
     return probabilities_BV.where(before_BV < sampling.top_p, 0), tokens_BV
 
 
 def choose(logits_BV: Tensor, sampling: Sampling, generators: list[torch.Generator]) -> list[int]:
-    """Return the next token of each sequence. Each generator is asked for one number."""
+    """Return the next token of each sequence. If they are random, each generator gives one number."""
     if sampling.temperature == 0:
         return logits_BV.argmax(-1).tolist()
     numbers = [torch.rand(1, generator=each, dtype=torch.float64) for each in generators]

@@ -5,7 +5,7 @@ import sys
 from titanlite.launch.safe_path import leave_working_directory
 
 if __name__ == "__main__":
-    leave_working_directory()  # before the imports below could find something there
+    leave_working_directory()  # the imports below must find nothing there
     from titanlite.launch import process
     from titanlite.launch.cli import run_command
 

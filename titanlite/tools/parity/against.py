@@ -1,8 +1,8 @@
 """Compare the optimizer step of another program with the same step in one process in float64.
 
-The step is computed twice: in float64, which is the reference, and rounded as the other program rounds. The distance
-of the two says how much of a difference rounding explains. Updated weights are compared with the step from the other
-program's own gradients, if it gave them: Adam would turn rounding of a gradient into a step of full size.
+The step is computed twice here: in float64, which is the reference, and with the other program's rounding. The distance
+between the two says how large a difference rounding explains. Updated weights are compared with a step from the other
+program's own gradients, if it wrote them, since Adam can turn rounding of a gradient into a step of full size.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from titanlite.tools.parity.reference import token_losses
 
 CPU = torch.device("cpu")
 CHUNK_LOGITS = 2**26
-"""Logits that are in memory at a time, but for those of one sequence: half a GiB in float64."""
+"""Most logits in memory at a time, half a GiB in float64; a single sequence may have more."""
 FLOAT64 = Dtypes(weights="float64", compute="float64", reduce="float64")
 Tensors = dict[str, Tensor]
 _scalar = functools.partial(torch.tensor, dtype=torch.float64)
@@ -65,7 +65,7 @@ def run_against(folder: Path) -> int:
 
 
 def compare(recorded: RecordedStep) -> dict[str, list[Row]]:
-    """Return what both programs computed, by kind: "loss", "gradients", "gradient norm", "updates"."""
+    """Return the results of both programs as rows, by kind: "loss", "gradients", "gradient norm", "updates"."""
     step = recorded.step
     losses, loss, exact = in_float64 = forward_backward(recorded, FLOAT64)
     as_theirs = in_float64 if step.dtypes == FLOAT64 else forward_backward(recorded, step.dtypes)
@@ -76,7 +76,7 @@ def compare(recorded: RecordedStep) -> dict[str, list[Row]]:
         # The rounding of a mean may happen to be zero. It is no larger than the mean of the tokens' roundings.
         allowed = _allowed((rounded_losses - losses).abs().sum() / losses.sum())
         groups["loss"] = [Row("loss", _scalar(step.loss), loss, allowed, rounded_loss)]
-    # In float64 a gradient that is zero but for rounding, as that of a bias of keys, has no digits to compare.
+    # A gradient that is zero except for rounding in float64, such as that of keys' biases, has no digits to compare.
     not_zero = {name: rounded[name] for name, each in exact.items() if each.norm() > FLOAT64_TOLERANCE * norm}
     if recorded.gradients is not None:
         own, allowed_of = recorded.gradients, lambda x, ours: _allowed(relative(x, ours), norm / ours.norm())
@@ -93,12 +93,12 @@ def compare(recorded: RecordedStep) -> dict[str, list[Row]]:
 
 
 def _compare_updates(recorded: RecordedStep, exact: Tensors, rounded: Tensors, not_zero: set[str]) -> list[Row]:
-    """Return what both optimizers added to the weights; ours from the other program's gradients, if it gave them."""
+    """Return what both optimizers added to the weights. Ours takes the other program's gradients, if there are any."""
     dtype, own, before = getattr(torch, recorded.step.dtypes.weights), recorded.gradients, recorded.weights
     ours, theirs = updates(recorded, own or exact, torch.float64), updates(recorded, own or rounded, dtype)
     errors = {name: relative(theirs[name], ours[name]) for name in ours}
     if own is None:
-        # As in compare.tolerances: rounding becomes a step of lr for few elements, in one matrix or another.
+        # As in compare.tolerances, rounding becomes a step of lr for few elements, in one matrix or another.
         dims = {name: tensor.dim() for name, tensor in ours.items()}
         errors = {name: max(errors[each] for each in ours if dims[each] == dims[name]) for name in ours}
     theirs = {name: theirs[name] for name in not_zero}
@@ -113,15 +113,15 @@ def _norm(tensors: Tensors) -> Tensor:
 
 
 def _allowed(error: Tensor | float, magnitude: Tensor | float = 1.0) -> float:
-    """Return the relative distance that rounding explains, from that of the rounded step to the one in float64. A
-    quotient of zeros is of numbers that are zero in both, and magnitudes are at least 1."""
+    """Return the relative distance that rounding explains. `error`: the distance of the rounded step from the one in
+    float64; NaN if both are zero. `magnitude`: at least 1, or NaN; the factor on float64's own tolerance."""
     factors = [ROUNDING_FACTOR * float(error), FLOAT64_TOLERANCE * float(magnitude), FLOAT64_TOLERANCE]
     return max(factor for factor in factors if math.isfinite(factor))
 
 
 def _error_of_sum(tensors: Tensors) -> float:
-    """Return how wrong a norm may be whose squares are summed in float32, as a fraction: what is lost where those of
-    each tensor are added one after the other, the worst order. torch adds them in 8 lanes on a CPU."""
+    """Return the relative error that a norm may have if its squares are summed in float32. It assumes the worst order:
+    the squares of a tensor are added one after the other. torch adds them in 8 lanes on a CPU."""
     squares = [tensor.flatten().square().numpy() for tensor in tensors.values()]
     lost = sum(abs(np.cumsum(each, dtype=np.float32)[-1] - each.sum()) for each in squares)
     return float(lost / (sum(each.sum() for each in squares) or 1.0))
@@ -130,8 +130,8 @@ def _error_of_sum(tensors: Tensors) -> float:
 def forward_backward(
     recorded: RecordedStep, dtypes: Dtypes, mean_BT: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensors]:
-    """Return the loss of each token, [B, T], their sum weighted by `mean_BT`, and its gradients, all in float64. None:
-    of their mean over the valid tokens. Raises ConfigError if a number is NaN or infinite."""
+    """Return the loss of each token, [B, T], their sum weighted by `mean_BT` (None: their mean over the valid tokens),
+    and its gradients, all in float64. Raises ConfigError if a number is NaN or infinite."""
     weights, compute, reduce = (getattr(torch, name) for name in (dtypes.weights, dtypes.compute, dtypes.reduce))
     (n_sequences, seq_len), positions_BT = recorded.tokens_BT.shape, recorded.positions_BT
     model = build_llama(recorded.model, max_seq_len=seq_len).to(weights)
@@ -140,7 +140,7 @@ def forward_backward(
         _round_angles(model)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
-            tensor.copy_(recorded.weights.get(name, tensor))  # the head, if it is tied, is the embedding
+            tensor.copy_(recorded.weights.get(name, tensor))  # a tied head is the embedding
     if mean_BT is None:
         mean_BT = torch.full((n_sequences, 1), 1 / recorded.n_valid, dtype=torch.float64)
     scale, losses = recorded.step.degrees.loss_scale if compute == torch.float16 else 1.0, []
@@ -164,7 +164,7 @@ def forward_backward(
 
 
 def _round_angles(model: Llama) -> None:
-    """Compute the rotary table from angles in float32, as programs do that compute in float32 or less."""
+    """Compute the rotary table from angles in float32, like programs that compute in float32 or less."""
     tables = [rope_table(kind, model.max_seq_len, model.rope.dtype, torch.float32) for kind in model.rope_kinds]
     model.rope = torch.stack(tables)
 
@@ -174,7 +174,7 @@ def updates(recorded: RecordedStep, gradients: Tensors, dtype: torch.dtype) -> T
     options, max_norm = recorded.step.optimizer, recorded.step.max_norm
     parameters = {name: nn.Parameter(recorded.weights[name].to(dtype, copy=True)) for name in gradients}
     for name, parameter in parameters.items():
-        parameter.grad = gradients[name].to(dtype, copy=True)  # clipping changes it
+        parameter.grad = gradients[name].to(dtype, copy=True)  # clipping changes the copy
     if max_norm is not None:
         nn.utils.clip_grad_norm_(parameters.values(), max_norm)
     decay = {dims: options.weight_decay * (dims in options.weight_decay_dims) for dims in (1, 2)}
@@ -188,9 +188,9 @@ def updates(recorded: RecordedStep, gradients: Tensors, dtype: torch.dtype) -> T
 
 
 def findings(recorded: RecordedStep, groups: dict[str, list[Row]]) -> Iterator[str]:
-    """Yield lines that say in what the two programs differ, and of which number the ratio is."""
+    """Yield lines that say in what the two programs differ, and which number explains a ratio."""
     quantities, by_ratio = _quantities(recorded), {kind: clusters(rows) for kind, rows in groups.items()}
-    # The factor of a norm over that many equal shards or copies is the root of their number.
+    # A norm over n equal shards or copies has a factor of sqrt(n).
     of_norm = quantities | {f"sqrt({name})": math.sqrt(value) for name, value in quantities.items()}
     kind = "gradients" if recorded.gradients is not None else "loss"
     explained: set[str] = set()
@@ -240,13 +240,13 @@ def _quantities(recorded: RecordedStep) -> dict[str, float]:
     numbers: dict[str, float] = {**tokens, "sequences": len(recorded.tokens_BT), **degrees}
     norm, max_norm = recorded.step.gradient_norm, recorded.step.max_norm
     if norm is not None and max_norm is not None and norm > max_norm:
-        numbers["gradient norm / max_norm"] = norm / max_norm  # of gradients that were written after clipping
+        numbers["gradient norm / max_norm"] = norm / max_norm  # a factor of gradients written after clipping
     return numbers
 
 
 def _other_losses(recorded: RecordedStep, groups: dict[str, list[Row]], kind: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield each other loss, in words, that trainers are known to compute and that the rows of `kind` are of; and which
-    of gradients and loss are of it."""
+    """Yield, in words, each other loss that trainers are known to compute and that explains the rows of `kind`; and
+    which of gradients and loss it explains."""
     valid_BT, degrees, n_sequences = recorded.targets_BT != IGNORED, recorded.step.degrees, len(recorded.targets_BT)
     counts: dict[int, list[str]] = {}
     for name, count in {

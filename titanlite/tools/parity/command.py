@@ -1,12 +1,12 @@
 """Compare a config's layout with a single process: loss, gradient norm, every gradient, every updated weight.
 
-The model is shrunk, the layout is not: the same number of ranks, degrees, schedule, microbatches and precision options
-run a model that fits. The ranks are processes on this machine's CPUs or, under torchrun, those of the launch:
-torchrun ... -m titanlite.tools.parity CONFIG.toml [...]. Exit status: 0 all differences are within rounding; 1 one is
-not; 2 the config or the launch is wrong.
+The model is shrunk, the layout is not: a model that fits runs with the same number of ranks, degrees, schedule,
+microbatches and precision options. The ranks are processes on this machine's CPUs or, under torchrun, those of the
+launch: torchrun ... -m titanlite.tools.parity CONFIG.toml [...]. Exit status: 0 all differences are within rounding; 1
+one is not; 2 the config or the launch is wrong.
 
-With --all, a standard set of layouts is compared: each axis of parallelism alone and in pairs, recomputed activations,
-compiled blocks, gradient accumulation and chunks of the loss. --own FILE.py:NAME compares own parts (docs/extend.md).
+With --all, a standard set of layouts is compared: each axis alone and in pairs, activation checkpointing, compiled
+blocks, gradient accumulation, chunked cross-entropy. --own FILE.py:NAME compares own parts (docs/extend.md).
 
 With --against FOLDER, one optimizer step of another program is compared with the same step in float64 in this process.
 The folder has (docs/verify_your_trainer.md describes each file, and examples/verify/ has programs that write them):
@@ -37,7 +37,7 @@ USAGE = """titanlite parity CONFIG.toml [--section.key=value ...] [--own FILE.py
        titanlite parity --against FOLDER"""
 TIMEOUT_SECONDS = 600
 GIB_PER_RANK = 0.15
-"""Memory of a rank of the shrunk model on a CPU: 0.10 to 0.13 GiB were measured."""
+"""Memory of a rank of the shrunk model on a CPU. 0.10 to 0.13 GiB were measured."""
 
 
 def main(argv: list[str]) -> int:
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
     config, changes = smaller(loaded, launch, arguments.dtype)
     if not launched:
         check_memory(loaded.file, launch.world_size)
-    # Here, since it takes seconds to import torch, and --help and a wrong config need none.
+    # Here, since the import of torch takes seconds, and --help and a wrong config do not need it.
     from titanlite.launch.process_group import device_of, process_group
     from titanlite.metrics.summary import describe_mesh
     from titanlite.tools.parity.compare import print_comparison, tolerances

@@ -1,4 +1,4 @@
-"""The verdict of a parity test: differences from the single-process reference, tolerances, the table."""
+"""Judge a parity test: differences from the single-process reference, tolerances, table and verdict."""
 
 import math
 import re
@@ -9,16 +9,16 @@ from titanlite.config import Config
 from titanlite.tools.parity.reference import Trace, run_reference
 
 FLOAT64_TOLERANCE = 1e-11
-"""float64 has 1.1e-16. A gradient sums at most some thousand terms, in another order: 1e-13 of its size. AdamW divides
-by the gradient's own size, so that error is at most magnified to that fraction of a step of lr = 1e-2, for gradients
+"""float64 rounds to 1.1e-16. A gradient sums at most some thousand terms, in another order: an error of 1e-13 of its
+size. AdamW divides by the gradient's size, so the error is at most this fraction of a step of lr = 1e-2, for gradients
 that are not themselves rounding."""
 ROUNDING_FACTOR = 8
-"""In lower precision, a layout may differ from the reference by this many times as much as the
-reference, by rounding alone, differs from itself in float64. Two roundings of one size differ by twice that. The rest
-is for the largest of many thousands of elements, and for sums over ranks with one more rounding each."""
+"""In lower precision, rounding moves the reference away from its result in float64. A layout may differ from the
+reference by this many times that distance. Two roundings of one size differ by twice their size. The rest is for the
+largest of many thousands of elements, and for sums over ranks with one more rounding each."""
 
 
-Numbers = dict[str, float]  # by entry of a trace
+Numbers = dict[str, float]  # a number for each entry of a trace
 
 
 def differences(reference: Trace, layout: Trace) -> dict[str, float]:
@@ -47,8 +47,8 @@ def tolerances(config: Config, reference: Trace, device: torch.device, *, steps:
     if config == exact:
         return dict.fromkeys(reference, FLOAT64_TOLERANCE)
     rounding = differences(reference, run_reference(exact, device, steps=steps))
-    # The rounding error of a single number may happen to be zero: the largest of all steps counts. Adam turns rounding
-    # into a step of lr for few elements, in one parameter or another: the largest of all parameters counts.
+    # The rounding error of a single number may be zero by accident, so the largest of all steps counts. Adam turns
+    # rounding into a step of lr for few elements, in some parameter, so the largest of all parameters counts.
     for pattern in (r".* loss", r".* losses of datasets", r"step \d+ norm", r"final weight .*"):
         names = [name for name in rounding if re.fullmatch(pattern, name)]
         rounding |= dict.fromkeys(names, max(rounding[name] for name in names))
@@ -58,7 +58,7 @@ def tolerances(config: Config, reference: Trace, device: torch.device, *, steps:
 def judge(reference: Trace, layout: Trace, tolerances: Numbers) -> tuple[Numbers, Numbers, list[str], str]:
     """Return the differences, what is allowed, the entries that differ by more, and the verdict."""
     actual = differences(reference, layout)
-    # Initial weights must agree bit for bit. An entry that only the layout has is in no tolerance.
+    # Initial weights must agree bit for bit. An entry that the reference lacks has tolerance 0: any difference fails.
     allowed = {name: 0.0 if name.startswith("initial weight") else tolerances.get(name, 0.0) for name in actual}
     wrong = [name for name, difference in actual.items() if difference > allowed[name]]
     if wrong:

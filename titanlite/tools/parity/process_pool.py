@@ -1,4 +1,4 @@
-"""Pools of ranks on this machine. Starting a rank takes seconds, a call milliseconds: a pool runs many calls."""
+"""Pools of ranks on this machine. Starting a rank takes seconds, a call milliseconds, so a pool runs many calls."""
 
 import faulthandler
 import multiprocessing
@@ -26,12 +26,12 @@ class RankError(AssertionError):
 
 
 class RankDied(RankError):
-    """A process of the pool ended, by a signal or an abort: no call can do that by an exception."""
+    """A process of the pool ended, by a signal or an abort. An exception in a call does not end a process."""
 
 
 class ProcessPool:
-    """Ranks that run one call after the other. Where one has failed, the others wait until a collective times out.
-    They are forked from a server that has imported torch and done nothing with it, unless given another `context`."""
+    """Ranks that run one call after the other. If one fails, the others wait until a collective times out. By default
+    they are forked from a server that has imported torch and done nothing with it; `context` replaces the server."""
 
     def __init__(self, world_size: int, timeout_seconds: int = 60, backend: str = "gloo", context: Any = None):
         self.world_size, self.timeout_seconds, self.calls, self.broken = world_size, timeout_seconds, 0, False
@@ -48,8 +48,8 @@ class ProcessPool:
             self._processes.append(process)
 
     def run(self, call: Callable[..., Any], **arguments: Any) -> list[Any]:
-        """Call a function of a module on every rank and return what each rank returned. Raises RankError if it raised
-        on any rank, and RankDied if a process ended; the pool is then closed, since the others may hang."""
+        """Call a function of a module on every rank, and return the ranks' results. Raises RankError if a rank raised,
+        and RankDied if a process ended; in both cases the pool is closed, since other ranks may hang."""
         self.calls += 1
         for pipe in self._pipes:
             pipe.send((call, arguments))
@@ -108,7 +108,7 @@ def _serve(rank: int, group: dict[str, Any], pipe: Any) -> None:
     end_after(multiprocessing.parent_process().join, "main process")
     size = group["world_size"]
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{size}", "LOCAL_WORLD_SIZE": f"{size}"}
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # as launch.process_group
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # the same as in launch.process_group
     faulthandler.enable()  # prints where a rank was when it died
     torch.set_num_threads(1)
     dist.init_process_group(rank=rank, **group)

@@ -1,7 +1,7 @@
-"""Ratios of another program's numbers to the right ones, and what may have caused them.
+"""Find the ratios of another program's numbers to the right ones, and their possible causes.
 
-A constant factor on a gradient is nearly always a mean over the wrong number: of ranks, of tokens, of accumulation
-steps. Which number it is follows from the factor and the precision with which it is known.
+A constant factor on a gradient is nearly always a mean over the wrong number of ranks, tokens or accumulation steps.
+The factor, and the precision with which it is known, tell which number it is.
 """
 
 import itertools
@@ -12,27 +12,27 @@ from typing import NamedTuple
 from torch import Tensor
 
 LARGEST_ALLOWED = 0.25
-"""Where rounding alone may be this fraction of a tensor, its ratio to another one has no meaning."""
+"""If rounding alone may be more than this fraction of a tensor, its ratio to another one has no meaning."""
 COARSE = 0.5
-"""Half of a tensor is at this distance from it, and nothing, or twice the tensor, farther."""
+"""The distance of half a tensor from the tensor; a zero or a double tensor is farther from it."""
 SMALL_FACTOR = 1.01
-"""A factor below this is shown as a difference, unless a quantity has it."""
+"""A factor below this is shown as a difference, unless it is the value of a quantity."""
 
 
 class Row(NamedTuple):
-    """One compared number or tensor: its name, theirs, ours in float64, and how far rounding may drive them apart."""
+    """One compared number or tensor: name, theirs, ours in float64, and the distance that rounding may cause."""
 
     name: str
     theirs: Tensor
     ours: Tensor
     allowed: float
-    """As a fraction of the norm of ours."""
+    """The distance that rounding may cause, as a fraction of the norm of ours."""
     rounded: Tensor | None = None
-    """Ours, rounded as theirs is; None: it is zero but for rounding, or not known."""
+    """Ours with the rounding of theirs; None: it is zero except for rounding, or not known."""
 
     @property
     def distance(self) -> float:
-        """2-norm of the difference, as a fraction of the norm of ours."""
+        """The 2-norm of the difference, as a fraction of the norm of ours."""
         return relative(self.theirs, self.ours)
 
     @property
@@ -42,8 +42,8 @@ class Row(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """Whether the two are "equal", or "coarse": rounding explains the distance, and would explain that of a tensor
-        that is wrong by a factor of 2; or theirs "DIFFERS"."""
+        """Return "equal", "coarse" or "DIFFERS". "coarse": rounding explains the distance, but would also explain the
+        distance of a tensor that is wrong by a factor of 2."""
         is_far = self.rounded is not None and min(self.distance, relative(self.theirs, self.rounded)) >= COARSE
         return "DIFFERS" if not self.equal else "coarse" if is_far else "equal"
 
@@ -67,7 +67,7 @@ def relative(tensor: Tensor, reference: Tensor) -> float:
 
 def clusters(rows: list[Row]) -> tuple[dict[float, list[Row]], list[Row]]:
     """Return the unequal rows by their ratio, and those that differ by no factor. Rows share a ratio if rounding
-    explains the rest; it is that of the row in which rounding is smallest."""
+    explains the rest; the ratio is taken from the row with the least rounding."""
     shared: dict[float, list[Row]] = {}
     others = []
     for row in sorted((row for row in rows if not row.equal), key=lambda row: row.allowed):
@@ -81,8 +81,8 @@ def clusters(rows: list[Row]) -> tuple[dict[float, list[Row]], list[Row]]:
 
 
 def describe(ratio: float, precision: float, quantities: Mapping[str, float]) -> str:
-    """Return a ratio in words, as in "2.0 x too small: dp = 2", with every quantity, and product and quotient of two,
-    that has its value within the relative precision."""
+    """Return a ratio in words, as in "2.0 x too small: dp = 2", with every quantity, product or quotient of two
+    quantities whose value it has, within the relative precision."""
     factor, word = (ratio, "large") if ratio > 1 else (1 / ratio, "small")
     matches = reasons(ratio, precision, quantities)
     if not matches and factor < SMALL_FACTOR:
@@ -93,8 +93,8 @@ def describe(ratio: float, precision: float, quantities: Mapping[str, float]) ->
 
 
 def reasons(ratio: float, precision: float, quantities: Mapping[str, float]) -> list[str]:
-    """Return the quantities, and products and quotients of two, that are a ratio or its inverse within the relative
-    precision, as in "dp = 2"."""
+    """Return the quantities, products and quotients of two quantities that equal a ratio or its inverse within the
+    relative precision, as in "dp = 2"."""
     known = {name: value for name, value in quantities.items() if value != 1}
     candidates = [(f"{name} = {value:g}", max(value, 1 / value)) for name, value in known.items()]
     for (one, a), (other, b) in itertools.combinations(known.items(), 2):

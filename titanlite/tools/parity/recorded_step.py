@@ -1,11 +1,11 @@
 """The folder of `titanlite parity --against FOLDER`: what another program did in one optimizer step.
 
-The command's --help and docs/verify_your_trainer.md have its files; RecordedOptions are those of step.json. Weights and
-gradients have the names and rows of transformers (model.layers.0.self_attn.q_proj.weight), or those of Llama and
-titanlite (layers.0.attention.wq.weight; neighbouring rows of wq and wk are rotated together), file by file. Their data
-type is that of the program's weights or a wider one. The step is the first one of the optimizer: its states were zero.
+The command's --help and docs/verify_your_trainer.md list its files; RecordedOptions are those of step.json. A file of
+weights or gradients has the names and rows of transformers (model.layers.0.self_attn.q_proj.weight), or those of Llama
+and titanlite (layers.0.attention.wq.weight; neighbouring rows of wq and wk are rotated together). Its data type is that
+of the program's weights, or wider. The step is the first one of the optimizer: its states were zero.
 
-Files of others are not believed: no pickle is read, and whatever is wrong is a ConfigError of one line.
+Files of other programs are not trusted: no pickle is read, and whatever is wrong is a ConfigError of one line.
 """
 
 import dataclasses
@@ -29,19 +29,19 @@ from titanlite.hf.names import OUTPUT_HEAD, from_hf, hf_shape, hf_tensors, tenso
 from titanlite.loss import IGNORED
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Data types of weights and gradients, by the names that safetensors has for them."""
+"""Data types of weights and gradients, by their names in safetensors."""
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 
 
 class Dtypes(Record):
-    """Data types of the step, by their names in torch. They say how much rounding explains."""
+    """Data types of the step, by their names in torch. They decide how large a difference rounding explains."""
 
     weights: Dtype
-    """Of the weights that the optimizer updates."""
+    """The type of the weights that the optimizer updates."""
     compute: Dtype
-    """Of forward and backward."""
+    """The type of forward and backward."""
     reduce: Dtype
-    """In which gradients are summed over ranks and accumulation steps."""
+    """The type in which gradients are summed over ranks and accumulation steps."""
 
 
 class AdamOptions(Record):
@@ -55,11 +55,11 @@ class AdamOptions(Record):
     eps: Positive
     weight_decay: NotNegative
     weight_decay_dims: list[Literal[1, 2]]
-    """Which weights decay: 2: matrices and embeddings; 1: norms and biases."""
+    """Dimensions of the weights that decay. 2: matrices and embeddings; 1: norms and biases."""
 
 
 class Degrees(Record):
-    """Numbers by which a program may multiply or divide its gradients. They only give a ratio its name."""
+    """Numbers by which a program may multiply or divide its gradients. Their only use is to name a ratio."""
 
     dp: Ranks = 1
     """Data-parallel ranks, sharded and replicated."""
@@ -67,7 +67,7 @@ class Degrees(Record):
     cp: Ranks = 1
     pp: Ranks = 1
     microbatches: Count = 1
-    """Of a pipeline, in an accumulation step."""
+    """Microbatches of a pipeline in an accumulation step."""
     accumulation_steps: Count = 1
     loss_scale: Annotated[float, Field(ge=2**-64, le=2**64)] = 1.0
 
@@ -76,7 +76,7 @@ class RecordedOptions(Record):
     """The content of step.json. A key that is null or missing is not compared, or was not used."""
 
     program: Annotated[str, Field(max_length=1000)] = ""
-    """What took the step, for the reader of the report."""
+    """The program that took the step, for the reader of the report."""
     dtypes: Dtypes
     optimizer: AdamOptions | None = None
     """None: no optimizer is compared."""
@@ -91,7 +91,7 @@ class RecordedOptions(Record):
 
 @dataclasses.dataclass(frozen=True)
 class RecordedStep:
-    """What the folder holds. Weights and gradients are float64, with titanlite's names and order of rows."""
+    """The content of the folder. Weights and gradients are float64, with titanlite's names and order of rows."""
 
     step: RecordedOptions
     model: Model
@@ -109,8 +109,8 @@ class RecordedStep:
 
 
 def read_step(folder: Path) -> RecordedStep:
-    """Read and check the folder. Raises ConfigError if a file is missing, damaged, not of this model, or changes
-    meanwhile."""
+    """Read and check the folder. Raises ConfigError if a file is missing, damaged or not of this model, or changes
+    while it is read."""
     before = _files(folder)
     step = parse(RecordedOptions, read_json_object(folder / "step.json"), str(folder / "step.json"))
     # The length of the batch is compared with the model's positions below.
@@ -134,14 +134,14 @@ def read_step(folder: Path) -> RecordedStep:
 
 
 def _files(folder: Path) -> dict[Path, tuple[int, int, int]]:
-    """Return what tells the content of each file in a folder from a later one. A link without a file is there, too."""
+    """Return numbers per file of a folder that change with the file's content. They include broken links."""
     paths = [path for path in folder.glob("*") if path.suffix in (".json", ".safetensors")]
     stats = {path: path.lstat() if path.is_symlink() and not path.exists() else path.stat() for path in paths}
     return {path: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()}
 
 
 def _read_batch(file: Path, model: Model, most_positions: Any) -> list[Tensor | None]:
-    """Return tokens, targets and document positions, [B, T] each. Raises ConfigError if they are not of the model."""
+    """Return tokens, targets and document positions, [B, T] each. Raises ConfigError if they do not fit the model."""
     known, batch = ("tokens", "targets", "document_positions"), {}
     with open_safetensors(file, "write") as tensors:
         found = set(tensors.keys())
@@ -184,8 +184,8 @@ def _batch_problem(batch: dict[str, Tensor], vocab_size: int, most_positions: An
 
 
 def _read_weights(place: Path, *, model: Model, narrowest: torch.dtype) -> dict[str, Tensor]:
-    """Return the tensors of a file or a Hugging Face folder by titanlite's names, float64. Raises ConfigError if one of
-    the model is missing, superfluous or wrong."""
+    """Return the tensors of a file or a Hugging Face folder by titanlite's names, float64. Raises ConfigError if one is
+    missing, superfluous or wrong."""
     if place.is_dir():
         files = tensor_files(place)
     else:
@@ -215,7 +215,7 @@ def _read_weights(place: Path, *, model: Model, narrowest: torch.dtype) -> dict[
 
 
 def _read_tensors(file: Path, shapes: dict[str, torch.Size], narrowest: torch.dtype) -> dict[str, Tensor]:
-    """Return tensors of a file, of these names and shapes, in float64. Raises ConfigError if one is not as expected."""
+    """Return the tensors of a file in float64. Raises ConfigError unless they have these names and shapes."""
     read = {}
     with open_safetensors(file, "write") as tensors:
         for name in sorted(shapes.keys() - tensors.keys())[:1]:

@@ -1,5 +1,5 @@
-"""The single-process reference: plain tensors, the full global batch in one forward, torch's own clipping. It uses none
-of FSDP, gradient accumulation and torch.distributed: a layout that agrees with it computes what the model defines."""
+"""The single-process reference: plain tensors, the full global batch in one forward, torch's own clipping. It uses no
+FSDP, gradient accumulation or torch.distributed. So a layout that agrees with it computes what the model defines."""
 
 import logging
 from collections.abc import Iterable
@@ -21,9 +21,9 @@ from titanlite.optimizer import scale_gradients, set_lr
 from titanlite.techniques.data.own import open_own
 
 Trace = dict[str, Tensor]
-"""What training steps computed, in that order, as full tensors on the CPU: "initial weight NAME" of every parameter;
-"step N loss", "step N norm" and "step N gradient NAME", both before clipping, and "step N losses of datasets",
-float64 [datasets], of every step; "final weight NAME", also of buffers; "validation loss", of the batch after them."""
+"""Results of training steps in order, as full tensors on the CPU: "initial weight NAME" for every parameter; for every
+step "step N loss", "step N norm" and "step N gradient NAME" (both before clipping) and "step N losses of datasets"
+(float64 [datasets]); "final weight NAME", for buffers too; "validation loss", of the batch after the last step."""
 
 
 def trace_of(kind: str, tensors: dict[str, Tensor]) -> Trace:
@@ -35,9 +35,9 @@ def trace_of(kind: str, tensors: dict[str, Tensor]) -> Trace:
 
 
 class RandomSequences:
-    """Sequences of random tokens, computed from the seed and the global index alone, or own data. The number of valid
-    targets differs much from one to the next, so that a loss averaged over ranks or gradient accumulation steps,
-    instead of over tokens, differs from the reference. They count as a mixture of three datasets, which take turns."""
+    """Sequences of random tokens, computed from the seed and the global index alone, or own data. The numbers of valid
+    targets differ widely, so that a loss averaged over ranks or gradient accumulation steps instead of tokens differs
+    from the reference. The sequences count as a mixture of three datasets, which take turns."""
 
     names = ("a", "b", "c")
 
@@ -57,7 +57,7 @@ class RandomSequences:
         return Sequence(tokens[:-1], targets, positions_in_documents(ends))
 
     def datasets_of(self, positions: Iterable[int]) -> list[int]:
-        """Return the number of the dataset of each global index, like data.MixedSequences.datasets_of."""
+        """Return the number of the dataset of each global index, like MixedSequences.datasets_of."""
         return [position % len(self.names) for position in positions]
 
     read = PackedSequences.read
@@ -71,8 +71,8 @@ def token_losses(
     *masked: Tensor | Documents,
     loss: TokenLoss | None = None,
 ) -> Tensor:
-    """Return the loss of each token, [B, T] in nats, and 0 where the target is IGNORED. The model computes with its
-    weights in `compute_dtype`, but for routers. `masked`: positions and documents, where there is a document mask."""
+    """Return the loss of each token, [B, T] in nats, and 0 where the target is IGNORED. All weights except those of
+    routers are cast to `compute_dtype`. `masked`: positions and documents, if there is a document mask."""
     weights = {
         name: parameter if ".router." in name else parameter.to(compute_dtype)
         for name, parameter in model.named_parameters()
@@ -100,7 +100,7 @@ def run_reference(config: Config, device: torch.device, *, steps: int) -> Trace:
     parameters = dict(model.named_parameters())
 
     def losses_of_step(step: int) -> tuple[Tensor, Tensor]:
-        """Return the mean over the valid tokens of the full global batch; and that of each dataset's, float64."""
+        """Return the mean loss over the valid tokens of the global batch, and over each dataset's, in float64."""
         batch = [sequences[index] for index in range((step - 1) * batch_size, step * batch_size)]
         tokens, targets, positions = (torch.from_numpy(np.stack(column)) for column in zip(*batch, strict=True))
         tokens, targets = tokens.to(device), targets.to(device)

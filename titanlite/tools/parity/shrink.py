@@ -1,4 +1,4 @@
-"""A smaller model under the same layout, and the options that a CPU lacks."""
+"""Shrink a config's model under the same layout, and replace options that a CPU lacks."""
 
 import dataclasses
 import itertools
@@ -11,8 +11,8 @@ from titanlite.config.schema import Mla, Moe
 
 
 def smaller(loaded: LoadedConfig[Config], launch: Launch, dtype: str) -> tuple[Config, list[str]]:
-    """Return the resolved config of a smaller model, and the changed sizes. With own data the vocabulary stays, since
-    they may need it."""
+    """Return the resolved config of a smaller model, and the changed sizes. The vocabulary stays if there is own data,
+    which may need it."""
     loaded = loaded if launch.n_devices else adapt_to_cpu(loaded)
     small, changes = shrink(dataclasses.replace(loaded, config=check(loaded, launch)), dtype)
     if loaded.config.own.data:
@@ -22,10 +22,10 @@ def smaller(loaded: LoadedConfig[Config], launch: Launch, dtype: str) -> tuple[C
 
 
 def shrink(loaded: LoadedConfig[Config], dtype: str) -> tuple[LoadedConfig[Config], list[str]]:
-    """Make the model, the sequence and the batch of a resolved config as small as its layout allows. Degrees, schedule,
-    stages given by name, gradient accumulation, grouped-query attention, tied embeddings, biases, norms, document mask
-    and optimizer stay as they are, and a sliding window stays shorter than the sequence. Also return the changed sizes,
-    as "section.key old -> new"."""
+    """Make the model, the sequence and the batch of a resolved config as small as its layout allows, and also return
+    the changed sizes as "section.key old -> new". These stay: degrees, schedule, stages given by name, gradient
+    accumulation, grouped-query attention, tied embeddings, biases, norms, document mask and optimizer. A sliding window
+    stays shorter than the sequence."""
     config, sizes = loaded.config, _smaller_sizes(loaded.config)
     keys = {option.replace("__", "."): size for option, size in sizes.items()}
     changes = [f"{key} {old} -> {size}" for key, size in keys.items() if (old := value_of(config, key)) != size]
@@ -57,7 +57,7 @@ def _smaller_sizes(config: Config) -> dict[str, Any]:
         "model__n_kv_heads": n_kv_heads,
         "model__dim": width * n_heads,
         "model__head_dim": head_dim,
-        # Windows of a few tokens more than a chunk of a ring: they begin in other chunks and in the middle of one.
+        # A window is a few tokens longer than a chunk of a ring, so it begins in another chunk, and in its middle.
         "model__sliding_window": _smaller_window(model.sliding_window, config, seq_len),
         **_smaller_options_of_families(config, seq_len, head_dim),
         "model__ffn_dim": (width if low_precision else 12) * max(tensor, 2),
@@ -77,8 +77,8 @@ def _smaller_window(window: int, config: Config, seq_len: int) -> int:
 
 
 def _smaller_options_of_families(config: Config, seq_len: int, head_dim: int) -> dict[str, Any]:
-    """Return options with which a shrunk model has one layer of each kind, positions for the shrunk sequence, and
-    factors for the channels of a smaller head, as keywords of `Config.replace`."""
+    """Return keywords of `Config.replace` that give a shrunk model one layer of each kind, positions for the shrunk
+    sequence, and rotary factors for the channels of a smaller head."""
     model, options = config.model, dict[str, Any]()
     if model.layer_pattern and not config.parallelism.module_fqns_per_model_part:
         windows = [_smaller_window(kind.sliding_window, config, seq_len) for kind in model.layer_pattern]
@@ -96,7 +96,7 @@ def _smaller_options_of_families(config: Config, seq_len: int, head_dim: int) ->
 
 
 def _smaller_latents(mla: Mla, width: int) -> dict[str, Any]:
-    """Return the least sizes of latent attention, as keywords of `Config.replace`. Those that differ still do."""
+    """Return the least sizes of latent attention, as keywords of `Config.replace`. Different sizes stay different."""
     return {
         "model__head_dim": 2 * width,
         "model__mla__qk_nope_head_dim": width,
@@ -108,7 +108,7 @@ def _smaller_latents(mla: Mla, width: int) -> dict[str, Any]:
 
 
 def _smaller_experts(moe: Moe, tensor: int) -> dict[str, Any]:
-    """Return the least sizes of experts, as keywords of `Config.replace`. The second layer has some."""
+    """Return the least sizes of experts, as keywords of `Config.replace`. The second layer has experts."""
     return {
         "model__moe__expert_dim": 12 * max(tensor, 2),
         "model__moe__n_first_dense_layers": min(moe.n_first_dense_layers, 1),
@@ -126,13 +126,13 @@ def _numeric_options(config: Config, dtype: str) -> dict[str, Any]:
         "training__steps": 100,
         "training__max_norm": 0.1,  # less than the gradient norm, so that gradients are clipped
         "optimizer__muon_dtype": "auto",
-        # Adam's first steps have the size of lr wherever the gradient is rounding only, in either direction. In low
-        # precision they must stay small against the weights (0.02), or the runs diverge though the layout is right.
+        # Where a gradient is only rounding, Adam's first steps have the size of lr, in either direction. In low
+        # precision they must be small beside the weights (0.02), or the runs diverge although the layout is right.
         "optimizer__lr": 1e-2 if dtype == "float64" and not (config.float8.enable or config.int8.enable) else 1e-4,
         "lr_scheduler__warmup_steps": 2,
         "lr_scheduler__total_steps": -1,
     }
-    if dtype == "float64":  # in which low-bit optimizer states have no meaning
+    if dtype == "float64":  # low-bit optimizer states have no meaning then
         options |= {"optimizer__state_dtype": "auto", "optimizer__stochastic_rounding": False}
     return options
 

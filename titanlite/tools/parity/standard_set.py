@@ -1,4 +1,4 @@
-"""A standard set of layouts of one model: each axis alone and in pairs, and what rewrites a step."""
+"""A standard set of layouts of one model: each axis alone and in pairs, and options that rewrite a step."""
 
 import itertools
 from collections.abc import Iterator
@@ -41,8 +41,8 @@ def layouts() -> Iterator[tuple[str, list[str]]]:
 
 
 def verdicts(arguments: list[str], own: Parts, dtype: str, steps: int) -> Iterator[tuple[str, str]]:
-    """Yield each layout of the standard set with a verdict that begins with equal, DIFFERENT, FAILED or impossible: the
-    model or the config does not allow it. `arguments` are those of `load`."""
+    """Yield each layout of the standard set with a verdict that begins with equal, DIFFERENT, FAILED or impossible (the
+    model or the config does not allow the layout). `arguments` are those of `load`."""
     cpu = torch.device("cpu")
     for n_ranks, some in itertools.groupby(layouts(), lambda each: 4 if " x " in each[0] else 2):
         configs: dict[str, Config | str] = {}

@@ -1,4 +1,4 @@
-"""Training steps of a layout, by the same functions as titanlite/train.py."""
+"""Take training steps under a layout, by the functions that titanlite/train.py calls."""
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,8 @@ from titanlite.train_step import Totals
 
 
 class TrainingRun:
-    """This rank's model, optimizer and loader as train.py builds them, with random sequences as the data. With a
-    checkpointer, it resumes from the newest checkpoint. `last_step` is the step of that; 0 without one."""
+    """This rank's model, optimizer and loader as train.py builds them, with random sequences as data. With a
+    checkpointer it resumes from the newest checkpoint. `last_step`: the step of that checkpoint, or 0."""
 
     def __init__(self, config: Config, device: torch.device, checkpointer: Checkpointer | None = None):
         self.device = device
@@ -42,11 +42,11 @@ class TrainingRun:
         self.update(self.totals(*self.gradients(batches)))
 
     def gradients(self, batches: list[Batch]) -> tuple[Tensor, Tensor]:
-        """Return this rank's sum of token losses and the global number of valid tokens, as the training does."""
+        """Compute gradients; return this rank's sum of token losses and the global number of valid tokens."""
         return self.train_step.gradients(0, batches, self.guard.loss_scale)
 
     def totals(self, loss_sum: Tensor, valid: Tensor) -> Totals | None:
-        """Sum what `gradients` has returned; None if a replica group was lost."""
+        """Sum the results of `gradients` over all ranks. Returns None if a replica group was lost."""
         return self.train_step.groups.totals(loss_sum, valid, self.parameters.values(), Signals())
 
     def update(self, totals: Totals) -> None:
@@ -63,8 +63,8 @@ class TrainingRun:
 
 
 def run_layout(config: Config, launch: Launch, *, steps: int, checkpointer: Checkpointer | None = None) -> Trace:
-    """Take training steps of a resolved config on all ranks, each of which must call it and gets the trace of the full
-    model. With a checkpointer, save after the last step."""
+    """Take training steps of a resolved config. Every rank must call it, and gets the trace of the full model. With a
+    checkpointer, save after the last step."""
     run = TrainingRun(config, device_of(launch), checkpointer)
     last_step, sections = run.last_step + steps, (run.train_step, config.training)
     dataset_losses = DatasetLosses(run.loader.sequences, run.loader, *sections, data_rank=run.layout.data_rank)

@@ -4,12 +4,12 @@
                                 [--against METRICS]
 
 Prints the memory, communication, time and cost of a training step on `plan.device`. --html also writes one HTML page
-with figures (memory over the step, pipeline schedule, step time). --against also compares the plan with what a run of
-the same config has measured: its metrics.jsonl. A config that cannot run is rejected with the same lines as by
-`titanlite train`.
+with figures (memory over the step, pipeline schedule, step time). --against also compares the plan with the metrics of
+a run of the same config (its metrics.jsonl). A config that cannot run is rejected with the lines that `titanlite train`
+prints.
 
---explore also plans layouts around the config and writes an HTML page in which a reader changes degrees, batch,
-activation checkpointing and device. It takes minutes, and Ctrl-C ends it early: what is planned by then is written.
+--explore also plans layouts around the config, and writes an HTML page in which a reader changes degrees, batch,
+activation checkpointing and device. It takes minutes. Ctrl-C ends it early and writes the plans made by then.
 
 Exit status: 0 it fits its device; 1 it does not, or the command was interrupted; 2 the config, or METRICS, is wrong.
 """
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     if own.digest and arguments.explore:
         parser.error("--explore plans titanlite's own blocks; leave out --own")
     loaded = load(config_arguments, own)
-    # Here, since it takes seconds to import torch, and --help and wrong options need none.
+    # Here, since the import of torch takes seconds, and --help and wrong options do not need it.
     from titanlite.tools.plan.comparison import comparison_table
     from titanlite.tools.plan.planner import assumption, make_plan
     from titanlite.tools.plan.report import print_report, verdict

@@ -1,4 +1,4 @@
-"""Compare a plan with what a run of the same config has measured."""
+"""Compare a plan with the metrics of a run of the same config."""
 
 import itertools
 import json
@@ -17,10 +17,10 @@ LARGEST_METRICS = 2**28  # bytes
 
 
 class Measurement(NamedTuple):
-    """What a run has logged of its steps. The first line, which counts compilation and warm-up, is left out."""
+    """Logged metrics of a run's steps, without the first line, which includes compilation and warm-up."""
 
     seconds: list[float]
-    """Of a step, one for each line."""
+    """Seconds of a step, a number for each line."""
     tokens_per_step: int
     ranks: int
     memory: float
@@ -28,7 +28,7 @@ class Measurement(NamedTuple):
 
 
 def read_measurement(file: Path) -> Measurement:
-    """Return what a metrics.jsonl says. Raises ConfigError if it cannot be read or has fewer than two logged steps."""
+    """Return the metrics in a metrics.jsonl. Raises ConfigError if it cannot be read or has under two logged steps."""
     try:
         rows = [json.loads(line) for line in read_file(file, LARGEST_METRICS).splitlines()]
         lines = [row for row in rows if "throughput(tps)" in row]
@@ -53,15 +53,15 @@ def read_measurement(file: Path) -> Measurement:
 
 
 def _positions(line: dict[str, Any]) -> int:
-    """Return how many positions a run has computed, which are those that throughput counts."""
+    """Return how many positions a run has computed; throughput counts all of them."""
     return line["n_tokens_seen"] + line.get("n_padding_seen", 0)
 
 
 def comparison_table(plan: Plan, file: Path) -> Table:
-    """Return a plan beside a run's metrics: step time, throughput and, of a GPU, memory.
+    """Return a table of a plan beside a run's metrics: step time, throughput and, on a GPU, memory.
 
     Raises:
-        ConfigError: as read_measurement does, and if the run had another number of tokens per step or of ranks.
+        ConfigError: see read_measurement; and if the run had another number of tokens per step or of ranks.
     """
     run = read_measurement(file)
     sizes = {"tokens per step": (run.tokens_per_step, plan.tokens_per_step), "ranks": (run.ranks, plan.world_size)}

@@ -1,8 +1,8 @@
-"""Count the process groups of a rank and the TCP connections of gloo in them, from the mesh and gloo's algorithms.
+"""Count the process groups of a rank and gloo's TCP connections in them, from the mesh and gloo's algorithms.
 
-A gloo rank connects to another when it first sends to it or receives from it (launch/process_group.py). All-gather,
-reduce-scatter and all-reduce are rings; a barrier and a broadcast reach the ranks at distances 1, 2, 4 and so on;
-all-to-all reaches all ranks. Rank 0 gathers what every rank has saved in a checkpoint.
+A gloo rank connects to another one when it first sends to it or receives from it (launch/process_group.py). All-gather,
+reduce-scatter and all-reduce are rings. A barrier and a broadcast reach the ranks at distances 1, 2, 4 and so on.
+All-to-all reaches all ranks. At a save, rank 0 gathers a record from every rank.
 """
 
 from titanlite.config import Config
@@ -12,7 +12,7 @@ from titanlite.tools.plan.result import Plan
 
 
 def process_groups(plan: Plan) -> list[tuple[str, int]]:
-    """Return what each process group of a rank is for, and its size."""
+    """Return the purpose and the size of each process group of a rank."""
     parallelism = plan.config.parallelism
     groups = [(axis, len(ranks)) for axis, ranks in plan.axes.items()]
     if parallelism.expert_parallel_degree > 1:  # the mesh of experts has these axes again
@@ -24,9 +24,9 @@ def process_groups(plan: Plan) -> list[tuple[str, int]]:
 
 
 def gloo_connections(plan: Plan) -> tuple[int, int]:
-    """Return at most how many connections gloo opens on rank 0, and on any other rank."""
+    """Return the most connections that gloo opens on rank 0, and on any other rank."""
     groups = process_groups(plan)
-    if plan.device.kind == "gpu":  # where NCCL serves the mesh, gloo has only what is in host memory
+    if plan.device.kind == "gpu":  # NCCL serves the mesh, and gloo only tensors in host memory
         groups = [("all", plan.world_size), *(group for group in groups if group[0] == "checkpoint")]
     most = [_connections(name, n, plan.world_size) for name, n in groups]
     first = [n - 1 if name == "checkpoint" else m for (name, n), m in zip(groups, most, strict=True)]
@@ -34,7 +34,7 @@ def gloo_connections(plan: Plan) -> tuple[int, int]:
 
 
 def _connections(name: str, n: int, world_size: int) -> int:
-    """Return at most how many connections gloo opens in a group of n ranks, if the rank is not rank 0."""
+    """Return the most connections that gloo opens in a group of n ranks, on a rank other than rank 0."""
     if name in ("ulysses", "ep"):
         return n - 1
     neighbours = {1 % n, -1 % n}
@@ -45,7 +45,7 @@ def _connections(name: str, n: int, world_size: int) -> int:
 
 
 def _n_fsdp_units(config: Config) -> int:
-    """Return how many modules of the first pipeline rank FSDP reshards after forward."""
+    """Return how many modules FSDP reshards after forward on the first pipeline rank."""
     parallelism, degree = config.parallelism, config.parallelism.pipeline_parallel_degree
     stages = stage_modules(config) if degree > 1 else [module_names(config.model.n_layers)]
     ranks = rank_of_stage(parallelism.pipeline_parallel_schedule, degree, len(stages))

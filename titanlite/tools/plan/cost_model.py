@@ -1,7 +1,7 @@
-"""How long the events of an op trace take on a device: arithmetic, memory traffic, communication, and the host.
+"""Compute the time that the events of an op trace take: arithmetic, memory traffic, communication, and the host.
 
-On a calibrated device (`titanlite calibrate`) the times are those that were measured. On any other, each operator and
-collective runs at the data sheet's rate times what programs reach of it (efficiency.py).
+On a calibrated device (`titanlite calibrate`) the times are measured ones. On any other, each operator and collective
+runs at the data sheet's rate, times the share of it that programs reach (efficiency.py).
 """
 
 import dataclasses
@@ -16,9 +16,9 @@ from titanlite.tools.plan.op_trace import BUFFER, Communication, Dispatch, Event
 from titanlite.tools.plan.streams import GATHERED_AXES, Arrival, Collective, CopyIn, CopyOut, Item, Run, Streams, Wait
 
 GROUPS = ("matmul", "attention", "memory", "interconnect", "network", "host", "overlap", "offload")
-"""Groups of times that are known more or less well, each independently of the others."""
+"""Groups of times. Each has an uncertainty of its own, independent of the others."""
 LEAST_SPREAD = 0.05
-"""By which share times on a calibrated device may differ from what is expected, at least."""
+"""The least relative uncertainty of times on a calibrated device."""
 
 
 @dataclasses.dataclass
@@ -26,10 +26,10 @@ class Cost:
     """Seconds and amounts of some events. Costs can be added.
 
     Attributes:
-        seconds: by "matmul", "attention", "memory" (all other operators, which are memory-bound), "host" (the device
-            waits for the host), "optimizer" (on the CPU, under CPU offload), and "communication: AXIS", before any
-            overlap, of which async TP hides "overlapped". The axis "host" is what CPU offload copies.
-        flops: by dtype.
+        seconds: seconds by "matmul", "attention", "memory" (all other operators, which are memory-bound), "host" (the
+            device waits for the host), "optimizer" (on the CPU, under CPU offload), and "communication: AXIS" before
+            any overlap. Async TP hides "overlapped" of the latter. The axis "host" has CPU offload's copies.
+        flops: FLOPs by dtype.
         communication: count and total bytes, by (axis, collective).
         host_waits: how often the host waits for the device.
         elapsed: seconds with overlap.
@@ -62,13 +62,13 @@ class Cost:
 
 @dataclasses.dataclass
 class _Items:
-    """What the streams run for a segment, collected event by event.
+    """The items that the streams run for a segment, collected event by event.
 
     Attributes:
         device, host, both: seconds of the operators since the last item.
-        in_flight: what collectives write and nothing has read.
-        copied: weights from host memory.
-        copying: the seconds of those for the next all-gather.
+        in_flight: allocations that collectives write and nothing has read yet.
+        copied: weights that were copied from host memory.
+        copying: the seconds of such copies for the next all-gather.
     """
 
     cost: Cost = dataclasses.field(default_factory=Cost)
@@ -81,7 +81,7 @@ class _Items:
     copying: float = 0.0
 
     def flush(self, *, attends: bool = False) -> None:
-        """Add the operators since the last item as one."""
+        """Add the operators since the last item as one item."""
         if self.device or self.host:
             self.items.append(Run(self.device, self.host, self.both, attends))
         self.device, self.host, self.both = 0.0, 0.0, 0.0
@@ -96,10 +96,9 @@ class CostModel:
 
     Args:
         axes: the axis and the ranks of each process group, by its name.
-        changed: a group of GROUPS whose times are at the end of their range: the shortest, if `faster`, or the longest.
-            "": all times are as expected.
-        offload: with CPU offload, the bytes of a gradient in host memory for each byte of it that FSDP reduces; None
-            without it.
+        changed: a group of GROUPS whose times are at one end of their range: the shortest if `faster`, otherwise the
+            longest. "": all times are as expected.
+        offload: bytes of a gradient in host memory per byte that FSDP reduces, under CPU offload; None without it.
         cudnn: whether attention is cuDNN's, whatever backend the dry run had.
     """
 
@@ -118,7 +117,7 @@ class CostModel:
         self.device, self.axes, self.devices_per_node = device, axes, devices_per_node
         self.changed, self.faster, self.cudnn = changed, faster, cudnn
         self.efficiency = published.EFFICIENCY[device.architecture if device.kind == "gpu" else "cpu"]
-        self._items: dict[int, tuple[Cost, list[Item], list[Event]]] = {}  # with the events, whose address is the key
+        self._items: dict[int, tuple[Cost, list[Item], list[Event]]] = {}  # it keeps the events, whose id is the key
 
     def streams(self) -> Streams:
         """Return the streams of an idle device."""
@@ -135,8 +134,8 @@ class CostModel:
         forward: bool = False,
         accumulates: bool = False,
     ) -> Cost:
-        """Return the cost of some segments, one after the other. `streams`: what is in flight before them; default: an
-        idle device, which has to finish all communication too. `forward`, `accumulates`: see Streams.run."""
+        """Return the cost of some segments, one after the other. `streams` has what is in flight before them. Without
+        it, the device is idle before them and finishes all communication. `forward`, `accumulates`: see Streams.run."""
         cost, own = Cost(), streams or self.streams()
         begin, idle = own.computed, own.idle
         for events in segments:
@@ -150,7 +149,7 @@ class CostModel:
         return cost
 
     def _items_of(self, events: list[Event]) -> tuple[Cost, list[Item]]:
-        """Return the amounts of a segment, and what the streams run."""
+        """Return the amounts of a segment, and the items that the streams run."""
         if id(events) in self._items:  # the copies of a folded layer share its events
             return self._items[id(events)][:2]
         own = _Items()
@@ -173,7 +172,7 @@ class CostModel:
         return own.cost, own.items
 
     def _run(self, work: Work, own: "_Items", *, in_ring: bool) -> None:
-        """Add an operator to what the streams run."""
+        """Add an operator to the items of a segment."""
         category, seconds = self.work_seconds(work)
         own.cost.seconds[category] += seconds
         if work.flops:
@@ -184,7 +183,7 @@ class CostModel:
             own.in_flight -= arrived
         if self.offload is not None:
             own.copying += self._weights_to_device(work, own.copied, own.cost)
-            if own.copying and not self.is_sharded:  # on one rank FSDP copies weights where it computes
+            if own.copying and not self.is_sharded:  # FSDP on one rank copies weights where it computes
                 own.add(Collective("copy to device", "host", own.copying))
                 own.copying = 0.0
         if work.name == "fsdp.split_with_sizes_copy":
@@ -198,8 +197,8 @@ class CostModel:
             own.flush(attends=True)
 
     def _collective(self, event: Communication, cost: Cost) -> Collective | None:
-        """Return what the streams run for a collective, and count it. None: in a group of one rank, and of a message
-        that is received, which is counted where it is sent."""
+        """Return the item that the streams run for a collective, and count it. None: a collective of one rank, or the
+        receipt of a message, which is counted where it is sent."""
         axis, ranks = self._axis(event.group)
         if len(ranks) == 1 or event.name == "receive":
             return None
@@ -212,9 +211,9 @@ class CostModel:
         return Collective(event.name, axis, seconds, outputs=event.outputs if axis == "ep" else ())  # see Streams
 
     def _beside_products(self, event: Communication, axis: str, ranks: list[int], cost: Cost) -> float:
-        """Return by how many seconds an overlapped collective takes longer than its products, and count it. A rank has
-        a chunk. A gather copies its own to where others read it, and then each of theirs before its product; a scatter
-        copies each after its product, and adds up all. Two streams take turns: two products share the device, and
+        """Return the seconds that an overlapped collective adds to its products, and count it. Each rank has a chunk. A
+        gather copies its own chunk to where others read it, then each other chunk before its product. A scatter copies
+        each chunk after its product, then adds them up. Two streams take turns: two products share the device, and
         copies follow each other (torch.distributed._symmetric_memory, read in 2.13)."""
         n, chunk = len(ranks), event.size // len(ranks)
         copy, meeting = self.collective_seconds("send", chunk, ranks), self.collective_seconds(event.name, 0, ranks)
@@ -231,7 +230,7 @@ class CostModel:
         return exposed + own
 
     def _weights_to_device(self, work: Work, copied: set[int], cost: Cost) -> float:
-        """Return the seconds in which CPU offload copies the weights that an operator is the first to read."""
+        """Return the seconds that CPU offload takes to copy those weights that no earlier operator has read."""
         weights = {
             id(x): x for x in work.inputs if x.kind == "parameters" and x.maker != BUFFER and id(x) not in copied
         }
@@ -245,7 +244,7 @@ class CostModel:
         return seconds
 
     def _offloaded_gradient(self, axis: str, reduced: int, seconds: float, cost: Cost) -> Collective:
-        """Return a reduce-scatter, of whose result CPU offload copies so many reduced bytes to host memory."""
+        """Return a reduce-scatter after which CPU offload copies `reduced` bytes of its result to host memory."""
         size = round(reduced * self.offload)
         addition = self._host_seconds(3 * size)  # two are read, one is written
         return Collective("reduce_scatter", axis, seconds, self._copy("copy to host", size, cost), addition)
@@ -256,7 +255,7 @@ class CostModel:
         return Cost(seconds=Counter(optimizer=seconds), elapsed=seconds)
 
     def offloaded_step(self, steps: Sequence[Work]) -> Cost:
-        """Return the cost of Adam's step on the CPU, beside copies of weights and gradients to it, and weights back."""
+        """Return the cost of Adam's step on the CPU, overlapped with copies of weights and gradients there and back."""
         # The operator's schema says that it writes weights, gradients and two states.
         cost, weights = self.host_update(steps), sum(step.written for step in steps) // 4
         self._copy("copy to device", weights, cost)
@@ -265,28 +264,28 @@ class CostModel:
         return cost
 
     def _host_seconds(self, n_bytes: int) -> float:
-        """Return the seconds in which the CPU reads and writes so many bytes of host memory."""
+        """Return the seconds that the CPU takes to read and write `n_bytes` of host memory."""
         return n_bytes / (self.device.host_memory_bandwidth * self._reached("offload", published.HOST_MEMORY))
 
     def _reached(self, group: str, share: published.Share) -> float:
-        """Return the share of one of the host's rates that is reached; a calibrated device has it in the rate."""
+        """Return the share that is reached of one of the host's rates; on a calibrated device the rate includes it."""
         return 1 / self._measured(group, 1.0) if self.device.measured else self._rate(group, share)
 
     def _axis(self, group: str) -> tuple[str, list[int]]:
         return self.axes.get(group, ("other", [0]))
 
     def _rate(self, group: str, share: published.Share) -> float:
-        """Return the share of a rate that is reached: if the group is changed, an end of its range."""
+        """Return the share that is reached of a rate; if the group is changed, an end of the share's range."""
         if group != self.changed:
             return share.expected
         return share.high if self.faster else share.low
 
     def _seconds(self, group: str, share: published.Share) -> float:
-        """Return seconds, or a factor of seconds: if the group is changed, an end of their range."""
+        """Return expected seconds, or a factor of them; if the group is changed, an end of the range."""
         return self._rate(group, share._replace(low=share.high, high=share.low))
 
     def _measured(self, group: str, seconds: float) -> float:
-        """Return measured seconds: if the group is changed, an end of their range."""
+        """Return measured seconds; if the group is changed, an end of their range."""
         if group != self.changed:
             return seconds
         spread = max(self.device.measured.spread.get(group, 0.0), LEAST_SPREAD)
@@ -302,7 +301,7 @@ class CostModel:
 
     def work_seconds(self, work: Work) -> tuple[str, float]:
         """Return an operator's category and its seconds."""
-        if work.kernels > 1:  # two at a time
+        if work.kernels > 1:  # they run two at a time
             category, seconds = self.work_seconds(work.of_rows(2 / work.kernels))
             return category, seconds * work.kernels / 2
         category = "memory" if not work.flops else "attention" if "attention" in work.name else "matmul"
@@ -319,7 +318,7 @@ class CostModel:
         return self._rate("memory", self.efficiency.memory)
 
     def _matmul_seconds(self, work: Work) -> float:
-        """Return the seconds of a product whose tiles fill the multiprocessors in waves, and of writing its result."""
+        """Return the seconds of a product and of writing its result. Its tiles fill the multiprocessors in waves."""
         times, m, n, _ = work.sizes
         of_fp8 = self.efficiency.matmul_fp8 if work.dtype == "fp8" else None
         share = self._rate("matmul", of_fp8 or self.efficiency.matmul)
@@ -348,8 +347,8 @@ class CostModel:
         return self._estimated_collective_seconds(name, size, len(ranks), nodes)
 
     def _estimated_collective_seconds(self, name: str, size: int, n: int, nodes: int) -> float:
-        """Return the seconds of a ring: each of n ranks sends (n - 1) / n of the full tensor, and twice that in an
-        all-reduce. A ring that spans nodes has as many network adapters as it has ranks on a node."""
+        """Return the seconds of a ring. Each of n ranks sends (n - 1) / n of the full tensor; in an all-reduce, twice
+        that. A ring that spans nodes has as many network adapters as it has ranks on a node."""
         efficiency, doublings = self.efficiency, math.log2(nodes)
         of_reduce = efficiency.interconnect_reduce if name == "all_reduce" else None
         share = self._rate("interconnect", of_reduce or efficiency.interconnect)

@@ -1,5 +1,5 @@
-"""Run one rank's training step on fake tensors, with its repeated layers folded and its gradient accumulation steps
-reduced to three, and return the phases of the full step."""
+"""Run one rank's training step on fake tensors and return the phases of the full step. Repeated layers are folded, and
+gradient accumulation steps are reduced to three."""
 
 import contextlib
 import functools
@@ -41,16 +41,15 @@ class DryRun(NamedTuple):
     """The result of a stage's dry run.
 
     Attributes:
-        persistent: bytes that exist from step to step.
-        phases: forward and backward of the first, of a middle and of the last microbatch, by
-            (Pass.FORWARD, 0 to 2) and (Pass.BACKWARD, 0 to 2); the halves of a split backward with SPLIT, of which
-            WEIGHT_GRADIENT has only the layers that were run; ("reduce",); ("update",);
-            ("muon", number, times), which is run so many times.
+        persistent: bytes by kind that exist from step to step.
+        phases: forward and backward of the first, a middle and the last microbatch, by (Pass.FORWARD, 0 to 2) and
+            (Pass.BACKWARD, 0 to 2); the halves of a split backward with the number SPLIT (WEIGHT_GRADIENT has only the
+            layers that were run); ("reduce",); ("update",); and ("muon", number, times), which is run `times` times.
         axes: axis and ranks of each process group, by the group's name.
-        gradients: bytes of a rank's reduced gradients, as many as of its weights.
+        gradients: bytes of a rank's reduced gradients, equal to those of its weights.
         rotary: bytes of the rotary table, which all stages of a rank share.
-        scale: the stage's weights over the weights of the layers that were run. What is done to every weight after
-            the last backward (the phases "reduce" and "update") takes so many times longer.
+        scale: the stage's weights over the weights of the layers that were run. The phases "reduce" and "update", which
+            treat every weight, take this many times longer than was recorded.
     """
 
     persistent: Bytes
@@ -68,7 +67,7 @@ def checkpointing_period(config: Config) -> int:
 
 
 def layer_period(config: Config) -> int:
-    """Return the number of layers after which what a layer does repeats: at least as many as FSDP prefetches."""
+    """Return the number of layers after which the pattern of layers repeats, at least as many as FSDP prefetches."""
     moe, parallelism = config.model.moe, config.parallelism
     pattern = sum(kind.count for kind in config.model.layer_pattern) or 1
     period = math.lcm(checkpointing_period(config), moe.every_n_layers if moe.n_experts else 1, pattern)
@@ -83,7 +82,7 @@ def fold_stage(config: Config, names: Sequence[str]) -> FoldedStage:
 
 
 def dry_run_accumulation_steps(n: int) -> dict[int, int]:
-    """Return how many of n gradient accumulation steps the first (0), a middle (1) and the last (2) stand for."""
+    """Return, for the first step (0), a middle one (1) and the last (2), how many of n accumulation steps each is."""
     return {1: {0: 1}, 2: {0: 1, 2: 1}}.get(n, {0: 1, 1: n - 2, 2: 1})
 
 
@@ -106,7 +105,7 @@ def dry_run(
     parallelism = config.parallelism
     folded = fold_stage(config, names) if fold and not config.own.block else fold_layers(names, len(names))
     rank = pipeline_rank * parallelism.world_size // parallelism.pipeline_parallel_degree
-    mesh.forget_layouts()  # of another rank's world
+    mesh.forget_layouts()  # they are of another rank's world
     with contextlib.ExitStack() as stack:
         stack.enter_context(fake_world(rank, parallelism.world_size))
         layout = mesh.build_layout(parallelism, CPU)
@@ -121,7 +120,7 @@ def dry_run(
             from titanlite.tools.plan import muon_step  # here, since most plans do without
 
             create_states, record = muon_step.create_states, muon_step.recorder(config, layout.mesh, names, axes)
-        trace = stack.enter_context(recording())  # only from here: building on the meta device reads numbers
+        trace = stack.enter_context(recording())  # recording begins here: building on the meta device reads numbers
         if fused or find_device(config.plan.device).kind == "gpu":
             stack.enter_context(fused_norm(trace, _local))
         if config.model.moe.n_experts:
@@ -150,7 +149,7 @@ def dry_run(
 
 
 def _build_stage(config: Config, layout: mesh.Layout, names: list[str], *, compiled: bool) -> Llama:
-    """Build a stage, of which only the operators of experts are compiled: fusion.py models the rest."""
+    """Build a stage in which only the operators of experts are compiled; fusion.py models the rest."""
     stage = build.build_stage(config, layout, names, CPU)
     for block in stage.layers.values():
         if compiled and isinstance(block.feed_forward, RunsUncompiled):
@@ -160,7 +159,7 @@ def _build_stage(config: Config, layout: mesh.Layout, names: list[str], *, compi
 
 def axes_of_groups(layout: mesh.Layout) -> dict[str, tuple[str, list[int]]]:
     """Return the axis and the global ranks of each process group of a layout, by the group's name."""
-    # An axis with all ranks has the group of all, so it overwrites "all".
+    # The group of an axis with all ranks is the group of all, so the axis overwrites "all".
     groups = {"all": dist.group.WORLD, **{axis: layout.mesh[axis].get_group() for axis in mesh.AXES}}
     groups |= {"ring": layout.ring_group, "ulysses": layout.ulysses_group}
     present = [(axis, group) for axis, group in groups.items() if group is not None]
@@ -170,7 +169,7 @@ def axes_of_groups(layout: mesh.Layout) -> dict[str, tuple[str, list[int]]]:
 
 
 def _fuse_compiled(segments: Sequence[Segment], components: Collection[str]) -> None:
-    """Model what torch.compile does with the components that it compiles."""
+    """Model the effect of torch.compile on the components that it compiles."""
     labels = {"model": ("layer F", "layer B"), "loss": ("layer head", "layer head B")}
     wanted = [label for component in components for label in labels[component]]
     for component in components:
@@ -185,8 +184,8 @@ def _fuse_compiled(segments: Sequence[Segment], components: Collection[str]) -> 
 
 
 class RecordedStep:
-    """Stands for an optimizer whose step is recorded instead of run. The update scales gradients by what is on the
-    device, as it does for the optimizer itself (optimizer.clipped_step)."""
+    """Stands for an optimizer whose step is recorded instead of run. The update hands it the scale of gradients as
+    a device tensor, as it does with the optimizer itself (optimizer.clipped_step)."""
 
     _step_supports_amp_scaling = True
 
@@ -195,7 +194,7 @@ class RecordedStep:
 
 
 def _update(config: Config, trace: OpTrace, stage: Llama, optimizer: Any, balance: Balance | None) -> None:
-    """Run what follows the last backward: sums over ranks, clipping, the optimizer's step, the balance of experts."""
+    """Run the end of a step, after its last backward: sums over ranks, clipping, optimizer step, balance of experts."""
     trace.mark("update")
     parameters = list(stage.parameters())
     for parameter in parameters:
@@ -226,7 +225,7 @@ def _create_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _is(optimizer: torch.optim.Optimizer, name: str) -> bool:
-    return type(optimizer).__name__ == name  # without importing its module, which may take a second
+    return type(optimizer).__name__ == name  # the name suffices: importing the class may take a second
 
 
 def _record_low_bit_adam(trace: OpTrace, optimizer: torch.optim.Optimizer) -> None:
@@ -254,8 +253,8 @@ def _persistent(
     """Set the kind of all allocations that exist from step to step.
 
     Returns:
-        Their bytes by kind, of all layers; those of weights, as many as of gradients; those of the rotary table; and
-        the scale, see DryRun.
+        Their bytes by kind over all layers; the bytes of all weights, equal to those of gradients; the bytes of the
+        rotary table; and the scale, see DryRun.
     """
     total, weights, of_run_layers, rotary = dict.fromkeys(KINDS, 0), 0, 0, 0
     parameters = dict(stage.named_parameters())
@@ -294,8 +293,8 @@ def _mark_layers(trace: OpTrace, stage: Llama) -> None:
             args[-1].register_hook(lambda grad: trace.mark(mark, layer))
 
     def attend_and_mark(attend: Callable[..., Any], layer: int, *args: Any) -> tuple[Tensor, Tensor]:
-        """Stand for the part of a block that comes before its experts."""
-        again = trace.segments[-1].mark[0].endswith(" B")  # under full AC
+        """Run the part of a block before its experts, with a mark on both sides."""
+        again = trace.segments[-1].mark[0].endswith(" B")  # full AC repeats the block in its backward
         if again:
             trace.mark("layer B", layer)
         output, normed = attend(*args)
@@ -323,8 +322,8 @@ def _batch(config: Config, n_sequences: int) -> Batch:
 
 
 def _run_accumulation_steps(config: Config, trace: OpTrace, model: Llama) -> None:
-    """Run the first, a middle and the last accumulation step as TrainStep.forward_backward does. It cannot be called
-    itself, since it reads how many tokens are valid, and fake tensors have no values."""
+    """Run the first, a middle and the last accumulation step like TrainStep.forward_backward. That method itself reads
+    how many tokens are valid, and fake tensors have no values."""
     runner, valid = SingleStageRunner(model), torch.ones((), dtype=torch.float64)
     numbers = dry_run_accumulation_steps(config.gradient_accumulation_steps)
     for accumulation_step in numbers:
@@ -334,13 +333,13 @@ def _run_accumulation_steps(config: Config, trace: OpTrace, model: Llama) -> Non
 
 
 def _run_microbatches(config: Config, trace: OpTrace, model: Llama, number: int, group: Any) -> None:
-    """Run three microbatches through a pipeline stage, as torch's schedules do. Where the schedule splits the backward,
-    run a fourth with a split backward, except through the first stage, whose backward is never split."""
+    """Run three microbatches through a pipeline stage, like torch's schedules. If the schedule splits the backward, run
+    a fourth one with a split backward, except in the first stage, whose backward is never split."""
     parallelism, shape = config.parallelism, config.hidden_shape
     dtype = getattr(torch, config.training.mixed_precision_param)
     stage = pipeline_stage(model, number, parallelism, group=group, hidden_shape=shape, dtype=dtype, device=CPU)
-    stage.has_backward = True  # as a schedule sets it
-    if hasattr(model, "set_manual_backward_finalization"):  # from 2.15 on, where the stage's forward_one_chunk does it
+    stage.has_backward = True  # schedules set it
+    if hasattr(model, "set_manual_backward_finalization"):  # torch 2.15: the stage's forward_one_chunk does it
         model.set_manual_backward_finalization(True)
     first, last = number == 0, number == parallelism.n_stages - 1
     fsdp.prepare_accumulation_step(model, parallelism, last=True)
@@ -375,7 +374,7 @@ def _run_microbatches(config: Config, trace: OpTrace, model: Llama, number: int,
         trace.mark(Pass.INPUT_GRADIENT, SPLIT)
         arguments = backward_arguments(hidden, (output,))
         input_grads, groups = stage.backward_maybe_with_nosync("input", arguments)
-        del input_grads, hidden  # they are sent
+        del input_grads, hidden  # a schedule has sent them by now
         trace.mark(Pass.WEIGHT_GRADIENT, SPLIT)
         stage.backward_maybe_with_nosync("weight", {"stage_output": (output,), "param_groups": groups})
         del arguments, output, groups

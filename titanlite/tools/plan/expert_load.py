@@ -1,10 +1,10 @@
-"""What a plan assumes of the load of experts, which in a run the tokens decide.
+"""The load of experts that a plan assumes; in a run the tokens decide it.
 
 The tokens of a rank are spread evenly over the ranks of its expert-parallel group. The planned rank is the busiest of
-its group in every layer: it receives plan.expert_imbalance times the mean, 1 if the load is balanced. Numbers of rows
+its group in every layer: it receives plan.expert_imbalance times the mean (1: the load is balanced). Numbers of rows
 are rounded up.
 
-A row is a token on the way to one of its experts. Shapes: E experts of this rank, R ranks of an expert-parallel group.
+A row is a token sent to one of its experts. Shapes: E experts of this rank, R ranks of an expert-parallel group.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ class ExpertLoad(NamedTuple):
         return self.received * self.n_ranks / self.n_experts
 
     def counts(self, counts: Tensor) -> list[Any]:
-        """Return the values of a tensor of counts: rows by expert, [E], or sent and received by rank too, [2, R, E]."""
+        """Return the values of a tensor of counts: rows by expert, [E]; or rows sent and received, [2, R, E]."""
         if counts.dim() == 1:
             return even_shares(self.received * self.n_ranks, len(counts))
         others = even_shares(self.sent - self.received, self.n_ranks - 1)
@@ -48,7 +48,7 @@ class ExpertLoad(NamedTuple):
 
 
 def expert_load(config: Config) -> ExpertLoad:
-    """Return the load of a resolved config. Without expert parallel, tensor-parallel ranks route the same tokens."""
+    """Return the load under a resolved config. Without expert parallel, all tensor-parallel ranks route all tokens."""
     parallelism, moe, n_ranks = config.parallelism, config.model.moe, config.parallelism.expert_parallel_degree
     splits = parallelism.tensor_parallel_degree if n_ranks > 1 else 1
     sent = config.tokens_of_forward // splits * moe.n_experts_per_token
@@ -57,15 +57,15 @@ def expert_load(config: Config) -> ExpertLoad:
 
 
 def even_shares(total: int, n: int) -> list[int]:
-    """Return n numbers with a sum, of which the first are larger by 1 where it does not divide evenly."""
+    """Return n numbers whose sum is `total`. If it does not divide evenly, the first ones are larger by 1."""
     return [total // n + (number < total % n) for number in range(n)]
 
 
 @contextlib.contextmanager
 def assumed(config: Config, on_read: Callable[[], None]) -> Iterator[None]:
-    """Have the mixtures of experts of the body compute with the assumed load, in place of counts that fake tensors do
-    not have, and as on the config's device. `on_read` is called where a run waits for the device to read counts."""
-    from titanlite.techniques.moe import counts, layer  # here, since a dense model needs nothing of them
+    """Have mixtures of experts in the body compute as on the config's device, and with the assumed load instead of
+    counts, which fake tensors do not have. Calls `on_read` where a run waits for the device to read counts."""
+    from titanlite.techniques.moe import counts, layer  # here, since a dense model needs neither
 
     read, types, load = counts.read, layer.GROUPED_MM_DTYPES, expert_load(config)
 

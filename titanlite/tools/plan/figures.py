@@ -22,14 +22,14 @@ from titanlite.tools.plan.report import GIB, report, speed_line, time_shares, ve
 from titanlite.tools.plan.result import Plan, RankPlan
 from titanlite.tools.plan.segments import Pass
 
-# The lowest kinds are the persistent ones, so that the others change above a flat area. Neighbours differ in lightness
-# too, so that they can be told apart in a greyscale print.
+# Persistent kinds are the lowest, so that the others change above a flat area. Neighbours also differ in lightness, so
+# that a greyscale print tells them apart.
 # fmt: off
 KIND_COLOURS = {
     "parameters": "#332288", "optimizer": "#88ccee", "gradients": "#117733", "communication": "#ddcc77",
     "activations": "#cc6677", "gathered": "#44aa99", "logits": "#882255", "temporary": "#bbbbbb",
 }
-SHARE_COLOURS = {  # of time_shares
+SHARE_COLOURS = {  # the keys of report.time_shares
     "matrix multiplication": "#4477aa", "attention": "#88ccee", "other operators (memory-bound)": "#117733",
     "exposed communication": "#ddcc77", "waiting for other pipeline ranks": "#cccccc",
     "optimizer step on the CPU": "#882255", "waiting for the host": "#aa4499",
@@ -43,7 +43,7 @@ ACTIONS = {
 }
 UPDATE_COLOUR, LIMIT_COLOUR = "#555555", "#b00020"
 IDLE = {"facecolor": "#ffffff", "edgecolor": "#999999", "hatch": "/////", "linewidth": 0}
-MAX_POINTS, MAX_POINTS_OF_RANK = 1000, 120  # of a memory curve: a figure has no room for more
+MAX_POINTS, MAX_POINTS_OF_RANK = 1000, 120  # points of a memory curve: a figure has no room for more
 REPORT_WIDTH = 150  # columns, so that the names in the memory table are not truncated
 
 BODY = """\
@@ -107,7 +107,7 @@ def memory_figure(plan: Plan) -> Figure:
     axes.set(ylim=(0, top), ylabel="GiB")
     at = rank.points.index(rank.peak)
     side = "right" if at > len(rank.points) / 2 else "left"
-    above = peak if limit > 1.25 * peak else max(peak, limit)  # not across the line
+    above = peak if limit > 1.25 * peak else max(peak, limit)  # the label does not cross the limit's line
     arrow = {"arrowstyle": "-|>", "color": "#111111", "linewidth": 0.8, "relpos": (side == "right", 0)}
     place = {"xy": (at, peak), "xytext": (at, above + 0.09 * top), "ha": side, "va": "bottom"}
     axes.annotate(f"peak: {peak:.2f} GiB in {rank.peak.label}", **place, arrowprops=arrow)
@@ -154,7 +154,7 @@ def schedule_figure(plan: Plan) -> Figure:
     axes = figure.add_axes((0.5 / width, 0.5 / height, 1 - 0.65 / width, 1 - 0.95 / height))
     points_per_second = 72 * (width - 0.65) / plan.step_seconds
     end = plan.step_seconds - plan.update_seconds
-    line = min(0.5, 0.1 * points_per_second * end / max(map(len, plan.spans)))  # thin, to leave short boxes a colour
+    line = min(0.5, 0.1 * points_per_second * end / max(map(len, plan.spans)))  # thin lines leave short boxes a colour
     digits = len(str(max(span.action.microbatch for spans in plan.spans for span in spans)))
     boxes: dict[tuple[str, int, str], list[tuple[float, float, int]]] = {}
     for rank, spans in enumerate(plan.spans):
@@ -185,7 +185,7 @@ def schedule_figure(plan: Plan) -> Figure:
 
 
 def time_figure(plan: Plan) -> Figure:
-    """Draw one bar of what the seconds of the busiest rank's step are spent on."""
+    """Draw the seconds of the busiest rank's step as one bar, divided by what they are spent on."""
     figure = Figure((WIDTH, 1.75), layout="constrained")
     axes, begin = figure.add_subplot(), 0.0
     for name, seconds in time_shares(plan).items():
@@ -202,7 +202,7 @@ def time_figure(plan: Plan) -> Figure:
 
 
 def thinned(points: Sequence[Point], most: int) -> list[int]:
-    """Return the numbers of about `most` points to draw: the first, the last, and the highest and the lowest of each
+    """Return the indices of about `most` points to draw: the first, the last, and the highest and lowest of each
     stretch, so that no peak is lost."""
     if len(points) <= most:
         return list(range(len(points)))
@@ -214,12 +214,12 @@ def thinned(points: Sequence[Point], most: int) -> list[int]:
 
 
 def _kinds(plan: Plan) -> list[str]:
-    """Return the kinds that any rank ever has on its device, from the lowest."""
+    """Return the kinds that some rank has on its device at some moment, from the lowest in the figure."""
     return [kind for kind in KIND_COLOURS if any(point.bytes[kind] > 0 for rank in plan.ranks for point in rank.points)]
 
 
 def _limit(plan: Plan, rank: RankPlan) -> float:
-    """Return the GiB that a rank's tensors can have."""
+    """Return how many GiB a rank has for tensors."""
     return (plan.device.memory - sum(rank.overhead.values())) / GIB
 
 
@@ -233,7 +233,7 @@ def _stack(axes: Axes, rank: RankPlan, kinds: Sequence[str], most: int) -> None:
 
 
 def _name_phases(axes: Axes, points: Sequence[Point]) -> None:
-    """Name each forward, backward and update below the axis, with ticks between them. A pipeline has too many."""
+    """Name each forward, backward and update below the axis, with ticks between them; not in a pipeline's figure."""
     phases = [point.label.split(",")[0] for point in points]
     begins = [number for number in range(1, len(points)) if phases[number] != phases[number - 1]]
     if len(begins) > 12:

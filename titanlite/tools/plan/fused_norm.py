@@ -1,5 +1,5 @@
-"""Record RMSNorm as the one operator that it is on CUDA and to the compiler, and which saves its input. On a CPU it is
-a dozen operators, whose autograd saves two copies in float32."""
+"""Record RMSNorm as a single operator that saves its input, which it is on CUDA and to the compiler. On a CPU it is a
+dozen operators, whose autograd saves two copies in float32."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ NORM, NORM_BACKWARD = "aten._fused_rms_norm", "aten._fused_rms_norm_backward"
 
 @contextlib.contextmanager
 def fused_norm(trace: OpTrace, local: Callable[[Tensor], list[Tensor]]) -> Iterator[None]:
-    """Record the norms of the body's modules as single operators. `local` returns the plain tensors of a tensor."""
+    """Record each norm in the body as a single operator. `local` returns a tensor's plain tensors on this rank."""
     composite = F.rms_norm
 
     def record(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:

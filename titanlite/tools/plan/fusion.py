@@ -1,6 +1,6 @@
-"""Model what torch.compile does with a block's operators, without compiling: neighbouring pointwise operators become
-one kernel, results that no other kernel reads are never written, and what the backward can compute again at little
-cost is not saved for it.
+"""Model the effect of torch.compile on a block's operators, without compiling. Neighbouring pointwise operators become
+one kernel. Results that no other kernel reads are never written. Results that the backward can compute again at little
+cost are not saved for it.
 
 This is a model of inductor, not a run of it: all pointwise operators between two matrix multiplications, attentions or
 collectives count as one fused kernel.
@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from titanlite.tools.plan.op_trace import Allocation, Communication, Dispatch, Event, HostWait, Memory, Segment, Work
 
 UNFUSED = ("fsdp.", "c10d.", "aten._foreach", "aten._fused", "aten.embedding", "aten.split_with_sizes")
-"""Prefixes of the names of operators that keep a kernel of their own."""
+"""Name prefixes of operators that keep a kernel of their own."""
 
 
 def is_fusible(work: Work) -> bool:
@@ -21,8 +21,8 @@ def is_fusible(work: Work) -> bool:
 
 def fuse(segments: Sequence[list[Event]]) -> list[list[Event]]:
     """Return the events of some segments with neighbouring operators fused; no kernel spans two segments. The first
-    operator of a group has all the bytes that the group reads and writes. The others are gone, and so are allocations
-    that only the group reads and its segment frees. The host dispatches one operator for each kernel, and none on
+    operator of a group gets all bytes that the group reads and writes. The others are removed, and so are allocations
+    that only the group reads and its segment frees. The host dispatches one operator per kernel, and none on
     DTensors."""
     groups = [group for segment in segments for group in _groups(segment)]
     readers: dict[Allocation, set[int]] = {}
@@ -39,11 +39,11 @@ def fuse(segments: Sequence[list[Event]]) -> list[list[Event]]:
         for allocation, number in writer.items()
         if is_fusible(groups[number][0])
         and allocation.kind in ("temporary", "logits")
-        and readers.get(allocation) == {number}  # nothing: a collective reads it
+        and readers.get(allocation) == {number}  # None: a collective reads it
         and allocation in freed
         and allocation.shape != ()
     }
-    kernels: dict[int, Work] = {}  # by the identity of a group's first operator
+    kernels: dict[int, Work] = {}  # keys: identities of the groups' first operators
     for number, group in enumerate(groups):
         own = {allocation for work in group for allocation in work.outputs if writer[allocation] == number}
         kernels[id(group[0])] = _kernel(group, own, internal) if is_fusible(group[0]) else group[0]
@@ -51,7 +51,7 @@ def fuse(segments: Sequence[list[Event]]) -> list[list[Event]]:
 
 
 def _groups(segment: list[Event]) -> list[list[Work]]:
-    """Return the operators of a segment, those together that one kernel computes."""
+    """Return the operators of a segment, grouped by the kernel that computes them."""
     groups: list[list[Work]] = [[]]
     for event in segment:
         if isinstance(event, Work) and is_fusible(event):
@@ -92,8 +92,8 @@ def _kernel(group: list[Work], own: set[Allocation], internal: set[Allocation]) 
 
 
 def overlap(segments: Sequence[Segment], groups: Mapping[str, int]) -> None:
-    """Mark what async TP overlaps in compiled blocks, in place (torch._inductor.fx_passes.micro_pipeline_tp, read in
-    2.13). `groups`: the number of ranks of each tensor-parallel group."""
+    """Mark, in place, the collectives that async TP overlaps in compiled blocks, and their products
+    (torch._inductor.fx_passes.micro_pipeline_tp, read in 2.13). `groups`: ranks of each tensor-parallel group."""
     for events in (segment.events for segment in segments if segment.mark[0] in ("layer F", "layer B")):
         works, split = [event for event in events if isinstance(event, Work)], dict[int, Work]()
         for index, event in enumerate(events):
@@ -106,8 +106,8 @@ def overlap(segments: Sequence[Segment], groups: Mapping[str, int]) -> None:
 
 
 def _overlapping(event: Communication, works: list[Work]) -> list[Work]:
-    """Return the products of what is gathered and weights, or the one whose result is reduced and not read besides. Not
-    one with a bias, nor one behind a cast to float8 or a sum with other products."""
+    """Return the products of gathered tensors and weights, or the product whose result is reduced and has no other
+    reader. A product with a bias does not count, nor one behind a cast to float8 or a sum of products."""
     if event.name == "all_gather":
         gathered = [work for work in works if work.name == "aten.mm" and work.inputs[0] in event.outputs]
         return [work for work in gathered if work.inputs[1].kind in ("parameters", "gathered")]
@@ -117,8 +117,8 @@ def _overlapping(event: Communication, works: list[Work]) -> list[Work]:
 
 
 class _Life:
-    """What happens to an allocation: the numbers of the segments that allocate and free it, the operators of the first
-    one that use it and those of them that write it, and the operators of other segments that use it."""
+    """The history of an allocation: the segment that allocates it (`born`) and the one that frees it, the operators of
+    the first segment that use it, those of them that write it, and the operators of later segments that use it."""
 
     def __init__(self, born: int):
         self.born, self.freed, self.changes = born, -1, 0
@@ -128,11 +128,11 @@ class _Life:
 
 
 class _Saved:
-    """What the forward saves for the backward.
+    """The allocations that the forward saves for the backward.
 
     Attributes:
-        freed: allocations that the forward frees.
-        sources: of those that the backward computes again, what it computes them from.
+        freed: allocations that the forward frees instead.
+        sources: for each one that the backward computes again, the allocations that it is computed from.
     """
 
     def __init__(self, segments: Sequence[Segment]):
@@ -141,12 +141,12 @@ class _Saved:
         self.sources: dict[Allocation, set[Allocation]] = {}
 
     def exists(self, allocation: Allocation, number: int) -> bool:
-        """Return whether an allocation is there in a segment."""
+        """Return whether an allocation exists in a segment."""
         life = self.lives.get(allocation)
         return life is None or (allocation not in self.freed and (life.freed == -1 or life.freed >= number))
 
     def computed_from(self, allocation: Allocation, number: int) -> set[Allocation] | None:
-        """Return the saved results that a pointwise one can be computed from in a segment; None if it cannot."""
+        """Return the saved results from which a pointwise one can be computed in a segment; None if there are none."""
         life, found = self.lives[allocation], set()
         if not life.writers or not all(map(is_fusible, life.writers)):
             return None
@@ -161,7 +161,7 @@ class _Saved:
         return found
 
     def compute_again(self, allocation: Allocation) -> None:
-        """Free an allocation in the forward if what the backward computes it from is there, or smaller."""
+        """Free an allocation in the forward if the backward can compute it from saved, or smaller, allocations."""
         life = self.lives[allocation]
         number = life.later[0][0]
         found = self.computed_from(allocation, number)
@@ -177,9 +177,9 @@ class _Saved:
 
 
 def save_less(segments: Sequence[Segment], forward: Collection[int], backward: Collection[int]) -> None:
-    """Free in the forward what eager autograd saves and a compiled block does not. Two kinds of results are not saved
-    (torch._functorch.partitioners.min_cut_rematerialization_partition): those that no backward reads, and pointwise
-    ones that only pointwise operators read there, if all that they are computed from is still there, or is smaller and
+    """Free in the forward the results that eager autograd saves and a compiled block does not. They are of two kinds
+    (torch._functorch.partitioners.min_cut_rematerialization_partition). No backward reads the first kind. The second is
+    pointwise, and only pointwise operators read it in the backward; its inputs exist there anyway, or are smaller and
     saved instead: logits in bfloat16, instead of their log-softmax in float32.
 
     `forward` and `backward` are the numbers of the compiled segments."""
@@ -221,7 +221,7 @@ def _lives(segments: Sequence[Segment]) -> dict[Allocation, _Life]:
 
 
 def _free_early(segments: Sequence[Segment], allocation: Allocation, life: _Life) -> None:
-    """Move the end of an allocation to after its last use in the segment that allocates it."""
+    """Free an allocation directly after its last use in the segment that allocates it."""
     allocation.kind = "temporary"
     early = segments[life.born].events
     end = _take_end(segments, allocation, life)
@@ -231,7 +231,7 @@ def _free_early(segments: Sequence[Segment], allocation: Allocation, life: _Life
 def _free_late(
     segments: Sequence[Segment], source: Allocation, life: _Life, allocation: Allocation, its_life: _Life
 ) -> None:
-    """Move the end of a source to that of the allocation that the backward computes from it."""
+    """Free a source only where the allocation is freed that the backward computes from it."""
     end = _take_end(segments, source, life)
     life.freed, source.kind = its_life.freed, allocation.kind
     late = segments[life.freed].events

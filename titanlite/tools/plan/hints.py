@@ -1,4 +1,4 @@
-"""Hints of common mistakes in a plan, one line each with the option to change: docs/choose_a_layout.md."""
+"""Hints at common mistakes in a plan, one line each with the option to change (docs/choose_a_layout.md)."""
 
 import itertools
 
@@ -6,9 +6,9 @@ from titanlite.config.stage_split import SPLIT_BACKWARD
 from titanlite.tools.plan.result import Plan, devices_per_node
 
 GIB, MICROBATCHES_PER_RANK, SMALL = 2**30, 4, 0.1
-"""SMALL: share of a step below which lost time is not mentioned."""
+"""SMALL: lost time below this share of a step is not mentioned."""
 STATES = ("parameters", "gradients", "optimizer")
-"""Kinds of memory that do not depend on the batch, with "gathered"."""
+"""Kinds of memory that, like "gathered", do not depend on the batch."""
 
 
 def hints(plan: Plan) -> list[str]:
@@ -17,7 +17,7 @@ def hints(plan: Plan) -> list[str]:
 
 
 def in_time(plan: Plan) -> list[str]:
-    """Return hints of time that is lost, whatever the memory; "" for one that does not apply."""
+    """Return hints about lost time; "" stands for a hint that does not apply."""
     config, parallelism, seconds = plan.config, plan.config.parallelism, plan.cost.seconds
     nodes, most = plan.axis_size("tp")[1], devices_per_node(config, plan.device)
     tensor = f"tensor parallel over {nodes} nodes communicates for "
@@ -42,7 +42,7 @@ def in_time(plan: Plan) -> list[str]:
 
 
 def few_microbatches(plan: Plan) -> str:
-    """Return a hint if a pipeline is idle for long while it fills and drains, and how it has more microbatches."""
+    """Return a hint if a pipeline is idle for long while it fills and drains: how to have more microbatches."""
     config, degree, n = plan.config, plan.config.parallelism.pipeline_parallel_degree, plan.config.n_microbatches
     if plan.pipeline_bubble < SMALL or n >= MICROBATCHES_PER_RANK * degree:
         return ""
@@ -56,8 +56,8 @@ def few_microbatches(plan: Plan) -> str:
 
 
 def too_little_memory(plan: Plan) -> str:
-    """Return what to change if the plan does not fit: the first option that is enough, or else the one that saves most.
-    Sharding instead of replicas, activation checkpointing, the batch, more devices."""
+    """Return what to change if the plan does not fit: the first option that is enough, or the one that saves most. The
+    options are sharding instead of replicas, activation checkpointing, a smaller batch, more devices."""
     config, excess, peak = plan.config, plan.worst.total - plan.device.memory, plan.worst.peak
     parallelism, batch, states = config.parallelism, config.training.local_batch_size, sum(map(peak.bytes.get, STATES))
     replicas, is_pipeline = parallelism.data_parallel_replicate_degree, bool(plan.spans)
@@ -75,10 +75,10 @@ def too_little_memory(plan: Plan) -> str:
 
 
 def memory_to_spare(plan: Plan) -> list[str]:
-    """Return hints of options that save memory which is there; each counts the most bytes that it may take instead."""
+    """Return hints to drop options that save memory which is not needed, given the most bytes that each may add."""
     config, worst, training = plan.config, plan.worst, plan.config.training
     spare, peak = (plan.device.memory - worst.total) / (worst.total / worst.peak.total), worst.peak
-    # A recomputed block has all its activations at once, among what its backward adds.
+    # The memory that the backward of a recomputed block adds includes all of the block's activations.
     pairs = itertools.pairwise(worst.points)
     block = max((after.total - before.total for before, after in pairs if ", layer" in after.label), default=0)
     saved = config.model.n_layers * block

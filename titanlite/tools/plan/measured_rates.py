@@ -1,8 +1,8 @@
 """Look up how long an operator or a collective takes on a device that `titanlite calibrate` has measured.
 
-What was not measured is interpolated between what was: in seconds over bytes for collectives and memory-bound
-operators, in FLOP/s over the sizes for matrix multiplication and attention. All of it is done in logarithms, because
-sizes differ by orders of magnitude.
+Values between measured points are interpolated: seconds over bytes for collectives and memory-bound operators, FLOP/s
+over sizes for matrix multiplication and attention. The interpolation is logarithmic, because sizes differ by orders of
+magnitude.
 """
 
 import bisect
@@ -32,10 +32,10 @@ def work_seconds(measured: Measured, work: Work) -> float:
 
 
 def collective_seconds(measured: Measured, name: str, size: int, n: int, nodes: int) -> float:
-    """Return the seconds of a collective of `size` bytes over n ranks on so many nodes.
+    """Return the seconds of a collective of `size` bytes over n ranks on `nodes` nodes.
 
-    Of the groups that were measured the nearest one counts: first by whether it spans nodes, then by the number of
-    ranks. With that number the bytes grow as in a ring, by (n - 1) / n. Raises ConfigError if there is none.
+    The nearest measured group counts: first by whether it spans nodes, then by its number of ranks. The bytes sent are
+    converted to that number as in a ring, by (n - 1) / n. Raises ConfigError if no group was measured.
     """
     rows = [row for row in measured.collectives if row.name == name]
     if not rows:
@@ -49,7 +49,7 @@ def collective_seconds(measured: Measured, name: str, size: int, n: int, nodes: 
 
 def seconds_at(points: Sequence[Sequence[float]], size: float) -> float:
     """Return the seconds at a size, from points (size, seconds) in the order of their sizes. Below the first point they
-    are as at it, and above the last one they are proportional to the size."""
+    are constant, and above the last one proportional to the size."""
     sizes = [point[0] for point in points]
     if size <= sizes[0]:
         return points[0][1]
@@ -62,8 +62,8 @@ def seconds_at(points: Sequence[Sequence[float]], size: float) -> float:
 
 def rate_at(rows: Sequence[Sequence[float]], sizes: Sequence[float]) -> float:
     """Return the rate at some sizes, from rows (*sizes, rate) on a grid that may have gaps. Sizes outside of the grid
-    are moved to its edge. Of the corners of the grid's cell, those that were measured count, each by its distance; if
-    there is none, the nearest row counts."""
+    are moved to its edge. The rate is a mean over the measured corners of the grid's cell, weighted by distance; if no
+    corner was measured, it is the nearest row's."""
     table = {tuple(row[:-1]): row[-1] for row in rows}
     sides = []
     for axis, size in enumerate(sizes):

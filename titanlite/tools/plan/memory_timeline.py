@@ -1,4 +1,4 @@
-"""A rank's memory over a step, from what the dry runs of its stages allocated.
+"""A rank's memory over a step, from the allocations in the dry runs of its stages.
 
 Kinds of memory: parameters (a rank's shards, and the rotary table), gathered (weights that FSDP has all-gathered, and
 its buffers), gradients, optimizer (states), activations (saved in a forward for its backward), logits, communication
@@ -18,7 +18,7 @@ Bytes = dict[str, int]
 
 
 class Point(NamedTuple):
-    """What the program does at a moment of the step, and the bytes that are allocated."""
+    """A moment of the step: a label of what runs, and the bytes that are allocated."""
 
     label: str
     bytes: Bytes
@@ -33,7 +33,7 @@ class MemoryTimeline:
     """Replays segments, beginning with the bytes that exist from step to step.
 
     Attributes:
-        current_bytes: what is allocated now.
+        current_bytes: bytes that are allocated now, by kind.
         points: the peak and the end of each segment.
     """
 
@@ -44,7 +44,7 @@ class MemoryTimeline:
         self._changes: dict[int, tuple[Bytes, Bytes]] = {}
 
     def replay(self, segments: Iterable[Segment], label: str, *, without: str = "") -> None:
-        """Add the points of some segments, without what a maker allocates that is counted elsewhere."""
+        """Add the points of some segments. `without`: a maker whose allocations are counted elsewhere."""
         for segment in segments:
             net, at_peak = self._change(segment, without)
             name, *number = segment.mark

@@ -1,6 +1,6 @@
-"""The step of Muon in a dry run. Which rank orthogonalizes how many matrices depends on all layers of a stage, of which
-a dry run has a few. So what is computed and exchanged in each round by the rank that has the most work in it is
-recorded for the full stage, in phases ("muon", number, times) of one matrix each."""
+"""Record Muon's step in a dry run. How Muon assigns matrices to ranks depends on all layers of a stage, and a dry run
+has only a few of them. So the work and the communication of each round are recorded for the full stage, as those of the
+rank with the most work in it, in phases ("muon", number, times) of one matrix each."""
 
 import functools
 from collections import Counter
@@ -26,7 +26,7 @@ def shapes_of_matrices(config: Config, names: Sequence[str] | None) -> list[tupl
 def recorder(
     config: Config, mesh: DeviceMesh, names: Sequence[str], axes: dict[str, tuple[str, list[int]]]
 ) -> Callable[[OpTrace, Muon], None]:
-    """Return record_step for a stage of the named modules. Add its group to the axes of groups, if it has no axis."""
+    """Return record_step for a stage of the named modules. Add its process group to `axes` if it is not there."""
     group = stage_group(mesh)
     axes.setdefault(group.group_name, ("stage", dist.get_process_group_ranks(group)))
     local_experts, shapes = config.parallelism.expert_parallel_degree == group.size(), shapes_of_matrices(config, names)
@@ -50,14 +50,14 @@ def record_step(
     """Step the AdamW of the other weights, and record what Muon does.
 
     Args:
-        shapes: of all matrices of the full stage.
+        shapes: shapes of all matrices of the full stage.
         group: the ranks that share the work.
         local_experts: whether each rank has the full experts that it orthogonalizes.
     """
     optimizer.adamw.step()
     for weight in optimizer.matrices:
         size, exchanged = local_shard(weight).nbytes, local_shard(weight).numel() * optimizer.dtype.itemsize
-        # Momentum is updated and read ahead, the weight decayed, and the result subtracted.
+        # Momentum is updated and read one gradient ahead, the weight decays, and the result is subtracted.
         trace.record(Work("titanlite.techniques.muon", 0, "", 6 * size + exchanged, 3 * size + exchanged, (), ()))
     rounds = assign(shapes, group.size())
     longest = Counter(max((unit.shape for unit in units), key=work_of) for units in rounds)

@@ -1,4 +1,4 @@
-"""Record what a program does on fake tensors: every allocation and its release, every operator, every collective.
+"""Record the operations of a program on fake tensors: every allocation and release, every operator and collective.
 
 Nothing is computed and nothing is sent, so the world can have any size.
 """
@@ -42,9 +42,9 @@ class Allocation:
 
     Attributes:
         size, largest: bytes now, and the most so far.
-        maker: what allocated it: an operator's name, or the argument of `OpTrace.naming`; BUFFER of a module's buffer.
-        kind: what it is for (see titanlite/tools/plan/memory_timeline.py); "" until that is known.
-        shape: of the tensor that it was allocated for.
+        maker: an operator's name, or the argument of `OpTrace.naming`; BUFFER for a module's buffer.
+        kind: kind of memory (see titanlite/tools/plan/memory_timeline.py); "" until it is known.
+        shape: shape of the tensor that it was allocated for.
     """
 
     __slots__ = ("kind", "largest", "maker", "shape", "size")
@@ -54,7 +54,7 @@ class Allocation:
 
 
 class Memory(NamedTuple):
-    """An allocation grows or shrinks by a number of bytes: it is allocated, resized or freed."""
+    """A change of an allocation's bytes: it is allocated, resized or freed."""
 
     allocation: Allocation
     change: int
@@ -64,12 +64,12 @@ class Work(NamedTuple):
     """An operator on the device.
 
     Attributes:
-        flops: of matrix multiplication and attention; 0 for all other operators.
-        dtype: which of the device's peak rates applies: "bf16", "fp8", "fp32"; "" without flops.
+        flops: FLOPs of matrix multiplication and attention; 0 for all other operators.
+        dtype: the peak rate of the device that applies: "bf16", "fp8", "fp32"; "" without flops.
         read, written: bytes of its inputs and outputs.
-        sizes: of a matrix multiplication, how many there are, m, n and k of [m, k] x [k, n]; of attention, the number
-            of queries and of keys in a sequence, and head_dim.
-        kernels: how many there are: into how many of fewer rows a matrix multiplication is split.
+        sizes: for matrix multiplications, their number, m, n and k of [m, k] x [k, n]; for attention, the numbers of
+            queries and of keys in a sequence, and head_dim.
+        kernels: the number of kernels, each with fewer rows, into which a matrix multiplication is split.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Work(NamedTuple):
     kernels: int = 1
 
     def of_rows(self, share: float) -> "Work":
-        """Return the multiplication of a share of the rows of [m, k]."""
+        """Return the matrix multiplication of a share of the rows of [m, k]."""
         times, m, n, k = self.sizes
         read, sizes = self.read * (m * share + n) / (m + n), (times, math.ceil(m * share), n, k)
         amounts = {"flops": round(self.flops * share), "read": round(read), "written": round(self.written * share)}
@@ -91,17 +91,17 @@ class Work(NamedTuple):
 
 
 class Dispatch(NamedTuple):
-    """What the host does before it issues the next event: it dispatches operators, views among them, and operators on
-    DTensors, each of which dispatches others."""
+    """The host's work before it issues the next event: it dispatches `operators`, including views, and `on_dtensors`,
+    each of which dispatches others."""
 
     operators: int
     on_dtensors: int
 
 
 class Communication(NamedTuple):
-    """A collective in the named process group, or a message. The size is the bytes of the full tensor that is gathered,
-    reduced or sent; of an all-to-all, what a rank sends or what it receives, whichever is more. `outputs` is what it
-    writes, `inputs` what it reads; `products` are the matrix multiplications that it overlaps with."""
+    """A collective in the named process group, or a message. `size`: bytes of the full tensor that is gathered, reduced
+    or sent; for an all-to-all, the larger of the bytes that a rank sends and receives. `outputs`, `inputs`: allocations
+    that it writes and reads. `products`: the matrix multiplications that it overlaps with."""
 
     name: str
     group: str
@@ -113,7 +113,7 @@ class Communication(NamedTuple):
 
 
 class HostWait(NamedTuple):
-    """The host waits for the device, and issues what follows to an idle one."""
+    """The host waits for the device, which is idle when the host issues the next event."""
 
 
 Event = Memory | Work | Communication | HostWait | Dispatch
@@ -141,13 +141,13 @@ COLLECTIVES = {
     "_c10d_functional.reduce_scatter_tensor": ("reduce_scatter", 0),
     "_c10d_functional.all_reduce": ("all_reduce", 0), "_c10d_functional.all_to_all_single": ("all_to_all", ALL),
 }
-"""Name of the collective and index of the argument that is the full tensor (None: the result; ALL: the largest of the
-arguments and the result), by operator."""
+"""By operator: the name of the collective, and the index of the argument that is the full tensor (None: the result;
+ALL: the largest of the arguments and the result)."""
 VIEWS = frozenset((
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "view",
     "_unsafe_view", "_reshape_alias", "wait_tensor", "lift_fresh", "set_", "is_same_size", "resize_",
 ))
-"""Operators that move no data: they allocate memory of any content, or return a view."""
+"""Operators that move no data: they allocate uninitialized memory, or return a view."""
 COPIES = frozenset((
     "aten.copy_", "aten._foreach_copy_", "fsdp.chunk_cat", "fsdp.split_with_sizes_copy",
 ))
@@ -157,7 +157,7 @@ COPY_IN = "fsdp.all_gather_copy_in"
 
 
 class OpTrace(TorchDispatchMode):
-    """Records what happens inside its context, which must be inside a FakeTensorMode.
+    """Records the operations inside its context, which must be inside a FakeTensorMode.
 
     Attributes:
         segments: in the order in which the CPU issues their events.
@@ -191,7 +191,7 @@ class OpTrace(TorchDispatchMode):
 
     @contextlib.contextmanager
     def naming(self, maker: str) -> Iterator[None]:
-        """Set the maker of what is allocated in the body."""
+        """Set the maker of allocations in the body."""
         before, self._maker = self._maker, maker
         yield
         self._maker = before
@@ -206,7 +206,7 @@ class OpTrace(TorchDispatchMode):
             self.enabled = before
 
     def record_work(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        """Record an operator, without products, of some plain tensors."""
+        """Record an operator on plain tensors that has no matrix products."""
         self._operators += 1
         written_to = self._allocations(name, outputs)
         sizes = (sum(map(_n_bytes, tensors)) for tensors in (inputs, outputs))
@@ -301,7 +301,7 @@ DECOMPOSED: dict[str, Callable[..., Any]] = {
     "titanlite.tiled_attention": tiled_attention._attention._init_fn,
     "titanlite.tiled_attention_backward": tiled_attention._attention_backward._init_fn,
 }
-"""Custom operators of titanlite, which are recorded as the operators that they call."""
+"""Custom operators of titanlite that are recorded as the operators that they call."""
 
 
 def _grouped_mm(
@@ -315,25 +315,25 @@ RESULTS: dict[str, Callable[..., Any]] = {
     "aten._grouped_mm": _grouped_mm,
     "_c10d_functional.wait_tensor": lambda tensor: tensor,
 }
-"""Results of operators that fake tensors do not have, or not as they are: _grouped_mm in float32 (torch 2.11 to 2.14),
-and wait_tensor, which returns its argument and not another tensor."""
+"""Functions in the place of operators that fake tensors lack or get wrong: _grouped_mm in float32 (torch 2.11 to 2.14),
+and wait_tensor, which should return its argument and not another tensor."""
 
 
 def _group_of(args: tuple[Any, ...]) -> str:
     for arg in args:
         if isinstance(arg, torch.ScriptObject):
-            with contextlib.suppress(RuntimeError, TypeError):  # not a process group
+            with contextlib.suppress(RuntimeError, TypeError):  # another kind of object
                 return dist.ProcessGroup.unbox(arg).group_name
     return next(arg for arg in reversed(args) if isinstance(arg, str) and arg not in ("sum", "max", "min", "avg"))
 
 
 def _n_bytes(tensor: Tensor) -> int:
-    """Return the bytes that an operator touches: those of an expanded view are read once."""
+    """Return the bytes that an operator touches; an expanded view counts once."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors among an operator's arguments that its schema says it changes."""
+    """Return those arguments that an operator changes, according to its schema."""
     parameters = func._schema.arguments
     given = {**{parameter.name: arg for parameter, arg in zip(parameters, args, strict=False)}, **kwargs}
     writes = [parameter.name for parameter in parameters if parameter.alias_info and parameter.alias_info.is_write]
@@ -347,9 +347,9 @@ def _tensors_in(tree: Any) -> list[Tensor]:
 def _flops(
     name: str, inputs: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[int, str, tuple[int, ...]]:
-    """Return the operations of a matrix multiplication or of attention (under a causal mask half of them), the dtype
-    whose peak rate applies, and the sizes, see Work."""
-    if name in ("mm", "addmm", "addmm_", "bmm", "_scaled_mm", "_grouped_mm"):  # of grouped ones, a row has one group
+    """Return the FLOPs of a matrix multiplication or of attention (half of them under a causal mask), the dtype whose
+    peak rate applies, and the sizes; see Work."""
+    if name in ("mm", "addmm", "addmm_", "bmm", "_scaled_mm", "_grouped_mm"):  # a row of a grouped one has one group
         left, right = (inputs[1], inputs[2]) if name.startswith("addmm") else (inputs[0], inputs[1])
         sizes = left.shape[0] if name == "bmm" else 1, left.shape[-2], right.shape[-1], left.shape[-1]
         return 2 * math.prod(sizes), "fp8" if name == "_scaled_mm" else _rate_dtype(left), sizes
@@ -361,15 +361,15 @@ def _flops(
         causal = next((arg for arg in reversed(args) if isinstance(arg, bool)), False)  # the last one in all schemas
         flops = products * 2 * q.shape[0] * q.shape[1] * math.prod(sizes) // (2 if causal else 1)
         return flops, _rate_dtype(q), sizes
-    if name == "record_largest_logits":  # of queries and of the keys of all context ranks; half under the causal mask
+    if name == "record_largest_logits":  # products of own queries with keys of all context ranks; causal: half
         q, length = inputs[1], inputs[2].shape[1] * tiled_attention._size(args[5]) * tiled_attention._size(args[6])
         sizes = q.shape[0] * q.shape[2], q.shape[1], length, q.shape[3]
         return math.prod(sizes), _rate_dtype(q), sizes
-    if name in ("_flash_attention_forward", "_flash_attention_backward"):  # of packed sequences: q is [N, H, K]
+    if name in ("_flash_attention_forward", "_flash_attention_backward"):  # packed sequences: q is [N, H, K]
         backward = "backward" in name
-        q, length = (inputs[1], args[8]) if backward else (inputs[0], args[5])  # of the longest, which all are here
+        q, length = (inputs[1], args[8]) if backward else (inputs[0], args[5])  # the longest length, which all have
         window = min(kwargs.get("window_size_left", length) + 1, length)
-        pairs = window * (2 * length - window)  # twice those of a query and a key in a sequence
+        pairs = window * (2 * length - window)  # twice the pairs of a query and a key in a sequence
         flops = (5 if backward else 2) * q.numel() * pairs // length
         return flops, _rate_dtype(q), (length, window, q.shape[-1])
     return 0, "", ()
@@ -381,10 +381,10 @@ def _rate_dtype(tensor: Tensor) -> str:
 
 @contextlib.contextmanager
 def recording() -> Iterator[OpTrace]:
-    """Enter a FakeTensorMode and record an op trace of what is done in it.
+    """Enter a FakeTensorMode and record an op trace of the operations in it.
 
-    Private: UntypedStorage.resize_, by which FSDP frees and allocates gathered weights without an operator; and
-    ShardingPropagator (the same name in torch 2.11 to 2.15), by which DTensor runs operators on fake full tensors to
+    Private: UntypedStorage.resize_, with which FSDP frees and allocates gathered weights without an operator; and
+    ShardingPropagator (the same name in torch 2.11 to 2.15), with which DTensor runs operators on fake full tensors to
     learn the shape of the result. A real run spends no memory on the latter, so it is not recorded.
     """
     trace, name = OpTrace(), "_propagate_tensor_meta_non_cached"

@@ -1,4 +1,4 @@
-"""Plan a config: dry runs of its stages, and what they add up to on the device that the config names."""
+"""Plan a config: run its stages dry, and compose memory and time of a step on the device that the config names."""
 
 import contextlib
 import logging
@@ -33,8 +33,8 @@ from titanlite.tools.plan.schedule import all_actions
 from titanlite.tools.plan.segments import layers_of
 from titanlite.tools.plan.step import StageCost, StepTime, memory_points, step_time
 
-# CUDA context, kernels and cuBLAS workspaces (what nvidia-smi shows of a process before its first tensor), and the NCCL
-# buffers of a process group.
+# Bytes of CUDA context, kernels and cuBLAS workspaces (nvidia-smi shows them before a process's first tensor), and of a
+# process group's NCCL buffers.
 CONTEXT_BYTES, GROUP_BYTES = int(0.6 * 2**30), int(0.25 * 2**30)
 FRAGMENTATION = 0.03
 """Share of the peak that the caching allocator cannot use, with expandable segments."""
@@ -44,10 +44,10 @@ def resolve(loaded: LoadedConfig[Config], world_size: int | None = None) -> tupl
     """Return the config as train.py resolves it on the hardware that it names, the device and the number of ranks.
 
     Args:
-        world_size: number of ranks; None: what the degrees ask for, or, if one of them is -1, those of a node.
+        world_size: number of ranks; None: as many as the degrees ask for or, if one of them is -1, those of a node.
 
     Raises:
-        ConfigError: with the problems that train.py reports, or if the plan has no rates of its products in 8 bits.
+        ConfigError: with the problems that train.py reports, or if the plan has no rates of 8-bit products.
     """
     device = find_device(loaded.config.plan.device)
     per_node = devices_per_node(loaded.config, device)
@@ -59,14 +59,14 @@ def resolve(loaded: LoadedConfig[Config], world_size: int | None = None) -> tupl
         note = "" if world_size else assumption(loaded.config, world)
         raise ConfigError([f"{problem}; {note}" if note else problem for problem in error.problems]) from None
     _check_device(config, device, min(world, per_node))
-    if config.fault_tolerance.enable:  # of one replica group
+    if config.fault_tolerance.enable:  # the plan is of one replica group
         size = config.training.global_batch_size // config.fault_tolerance.n_groups
         config = config.replace(training__global_batch_size=size, fault_tolerance__group_size=1)
     return config, device, world
 
 
 def assumption(config: Config, world: int) -> str:
-    """Return how many devices a plan assumes, and how to change it; "" if the degrees of the config say it."""
+    """Return a line on how many devices a plan assumes, and how to change it; "" if the config's degrees say it."""
     if config.parallelism.data_parallel_shard_degree != -1:
         return ""
     return f"planned for {quantity(world, 'device')}; set parallelism.data_parallel_shard_degree for another number"
@@ -83,7 +83,7 @@ def make_plan(
 
     Args:
         world_size: see `resolve`.
-        cache: dry runs of other plans: those of configs that differ in the device alone are the same.
+        cache: dry runs of other plans; configs that differ in the device alone share them.
         options: fold and show_progress of `_dry_run_stages`.
     """
     config, device, world = resolve(loaded, world_size)
@@ -145,9 +145,9 @@ def _check_device(config: Config, device: devices.Device, per_node: int) -> None
 
 
 def takes_cudnn(config: Config, device: devices.Device) -> bool:
-    """Return whether attention is cuDNN's. Where the config leaves the backend to torch, scaled_dot_product_attention
-    takes cuDNN from torch 2.11 on (sdp_utils.cpp: check_prefer_cudnn_attention, can_use_cudnn_attention): on compute
-    capability 9.x and 10.x, in 16 bits, unless it must be deterministic. The widths of heads are 2.11's to 2.13's."""
+    """Return whether attention is cuDNN's. If the config leaves the backend to torch, scaled_dot_product_attention of
+    torch 2.11 and later takes cuDNN on compute capability 9.x and 10.x, in 16 bits, unless it must be deterministic
+    (sdp_utils.cpp: check_prefer_cudnn_attention, can_use_cudnn_attention). The widths of heads are 2.11's to 2.13's."""
     backend, head_dim = config.training.attention_backend, config.model.head_dim
     widest = {"hopper": 256, "blackwell": 128}.get(device.architecture, 0) if device.kind == "gpu" else 0
     fits = config.training.mixed_precision_param in ("bfloat16", "float16") and head_dim <= widest and not head_dim % 8
@@ -157,9 +157,9 @@ def takes_cudnn(config: Config, device: devices.Device) -> bool:
 def config_for_dry_run(config: Config) -> Config:
     """Return a config that fake tensors can run, with the same allocations and the same work.
 
-    A compiled block runs as Python; fusion.py models afterwards what the compiler does with it. Fake tensors are the
-    CPU's, so the attention backend is set to one that CUDA has; cuDNN saves the same as flash, see takes_cudnn.
-    Offloaded weights stay on the device, where they are gathered from.
+    A compiled block runs as Python; fusion.py models afterwards what the compiler does with it. Fake tensors are on the
+    CPU, so the attention backend is set to one that CUDA has; cuDNN saves the same tensors as flash, see takes_cudnn.
+    Offloaded weights stay on the device, since they are gathered there.
     """
     backend = config.training.attention_backend
     if backend == "auto" and find_device(config.plan.device).kind == "gpu":
@@ -175,9 +175,9 @@ def config_for_dry_run(config: Config) -> Config:
 def _dry_run_stages(
     config: Config, stages: list[list[str]], ranks: list[int], *, fold: bool = True, show_progress: bool = False
 ) -> list[DryRun]:
-    """Return the dry run of each stage; stages that are alike share one. Each has its own process, because torch keeps
-    the process groups of a world until the process ends. fold=False runs repeated layers, too, to test that this makes
-    no difference; show_progress is on standard error."""
+    """Return the dry run of each stage; stages that are alike share one. Each dry run has its own process, because
+    torch keeps the process groups of a world until the process ends. fold=False also runs repeated layers, to test that
+    folding makes no difference. show_progress prints to standard error."""
     fused = config.compile.components if config.compile.enable else ()
     config = config_for_dry_run(config)
     kinds: dict[tuple, int] = {}
@@ -197,8 +197,8 @@ def _dry_run_stages(
 
 
 def kind_of_stage(config: Config, names: list[str]) -> tuple:
-    """Return what stages that are alike have in common: the modules besides layers, which of the layers have experts,
-    their windows, and where they are in the pattern of activation checkpointing. Own blocks may differ in any layer."""
+    """Return a key that stages share if their dry runs are the same: the modules besides layers, which layers have
+    experts, their windows, and their places in the pattern of activation checkpointing. Own blocks may all differ."""
     layers = layers_of(names)
     if config.own.block:
         return tuple(names)
@@ -209,8 +209,8 @@ def kind_of_stage(config: Config, names: list[str]) -> tuple:
 
 @contextlib.contextmanager
 def process_pool(n: int, *, preload: str, single_use: bool = False) -> Iterator[ProcessPoolExecutor]:
-    """Yield a pool of at most n processes, and no more than there are cores, that start with a module imported. Each
-    process of a single-use pool takes one of n tasks, which are submitted at once. An error, or Ctrl-C, kills them."""
+    """Yield a pool of at most n processes, and at most one per core, that start with the module `preload` imported. In
+    a single-use pool each process takes one of n tasks, all submitted at once. An error, or Ctrl-C, kills them."""
     workers, options = min(n, os.cpu_count() or 1), {}
     if single_use and sys.version_info >= (3, 11):
         options = {"max_tasks_per_child": 1}
@@ -227,15 +227,15 @@ def process_pool(n: int, *, preload: str, single_use: bool = False) -> Iterator[
 
 
 def start_worker() -> None:
-    """Prepare a process of a pool: it ends with the main process, and libraries' warnings of real runs are silenced."""
+    """Prepare a process of a pool: it ends with the main process, and hides warnings that concern real runs only."""
     end_after(multiprocessing.parent_process().join, "main process")
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
 
 
 def overhead_bytes(device: devices.Device, degrees: Iterable[int]) -> dict[str, int]:
-    """Return the bytes of non-tensor overhead, without fragmentation, which depends on the peak. Each axis whose degree
-    is above 1 has a process group, and so have all ranks together."""
+    """Return the bytes of non-tensor overhead except fragmentation, which depends on the peak. Each axis with a degree
+    above 1 has a process group, and all ranks together have one."""
     if device.kind == "cpu":
         return {}
     groups = 1 + sum(degree > 1 for degree in degrees)
@@ -243,7 +243,7 @@ def overhead_bytes(device: devices.Device, degrees: Iterable[int]) -> dict[str, 
 
 
 def _rank_plan(config: Config, rank: int, points: list[Point], overhead: dict[str, int]) -> RankPlan:
-    """Return a rank's plan, with what is offloaded moved to host memory and fragmentation added to the overhead."""
+    """Return a rank's plan, with offloaded bytes moved to host memory and fragmentation added to the overhead."""
     offloaded: Bytes = {}
     if config.training.enable_cpu_offload or config.optimizer.enable_cpu_offload:
         kinds = ("parameters", "gradients", "optimizer") if config.training.enable_cpu_offload else ("optimizer",)

@@ -70,7 +70,7 @@ def report(plan: Plan, file: str) -> Group:
 
 
 def empty_table(title: str, *columns: str, right: tuple[str, ...]) -> Table:
-    """Return an empty table with some columns, and then others whose cells are aligned right."""
+    """Return an empty table with some columns, followed by the columns `right`, which are aligned right."""
     table = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in columns:
         table.add_column(name)
@@ -93,13 +93,13 @@ def memory_table(plan: Plan) -> Table:
 
 
 def offload_line(rank: RankPlan) -> Text:
-    """Return what CPU offload keeps in host memory."""
+    """Return a line on what CPU offload keeps in host memory."""
     kinds = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in rank.offloaded.items())
     return Text(f"in host memory, GiB per rank: {kinds}")
 
 
 def experts_line(plan: Plan) -> str:
-    """Return what the plan assumes of the experts, and where their tokens are sent."""
+    """Return a line on the assumed load of experts, and on where their tokens are sent."""
     model, moe, imbalance = plan.config.model, plan.config.model.moe, plan.config.plan.expert_imbalance
     layers = f"{sum(map(model.has_experts, range(model.n_layers)))} of {model.n_layers} layers"
     load = "balanced" if imbalance == 1 else f"{imbalance:g} times the mean on the planned rank"
@@ -128,7 +128,7 @@ def communication_table(plan: Plan) -> Table:
 
 
 def time_table(plan: Plan) -> Table:
-    """Return what the time of a step is spent on."""
+    """Return the table of a step's time by what it is spent on."""
     table = empty_table("time of a step", "", right=("seconds", "of the step"))
     for name, seconds in time_shares(plan).items():
         table.add_row(name, f"{seconds:.3f}", f"{seconds / plan.step_seconds:.1%}")
@@ -153,14 +153,14 @@ def time_shares(plan: Plan) -> dict[str, float]:
 
 
 def operations_line(plan: Plan) -> str:
-    """Return the operations of a device in a step, with what is recomputed, beside those that MFU counts."""
+    """Return a line with a device's FLOPs in a step, including recomputed ones, and those that MFU counts."""
     flops = ", ".join(f"{flops / 1e12:,.4g} TFLOP in {dtype}" for dtype, flops in sorted(plan.cost.flops.items()))
     counted = plan.flops_per_token * plan.tokens_per_step / plan.world_size / 1e12
     return f"matrix multiplication and attention per device and step: {flops}; MFU counts {counted:,.4g}"
 
 
 def connections_line(plan: Plan) -> str:
-    """Return the process groups of a rank, and its connections besides NCCL's."""
+    """Return a line with the process groups of a rank, and its connections besides NCCL's."""
     counts = collections.Counter(name for name, _ in process_groups(plan))
     names = ", ".join(name if count == 1 else f"{count} x {name}" for name, count in counts.items())
     first, others = gloo_connections(plan)
@@ -169,7 +169,7 @@ def connections_line(plan: Plan) -> str:
 
 
 def speed_line(plan: Plan) -> str:
-    """Return throughput, MFU and the pipeline bubble."""
+    """Return a line with throughput, MFU and the pipeline bubble."""
     speed, schedule = plan.tokens_per_second, plan.config.parallelism.pipeline_parallel_schedule
     line = f"{speed:,.0f} tokens/s per device, {speed * plan.world_size:,.0f} in total; "
     line += f"MFU {plan.mfu:.1%} of {plan.device.bf16 / 1e12:,.3g} TFLOP/s"
@@ -185,11 +185,11 @@ GROUP_NAMES = {
     "overlap": "computation beside communication",
     "offload": "CPU offload",
 }
-"""Groups of times in words; others are their own names."""
+"""Groups of times in words; the names of other groups are words already."""
 
 
 def range_line(plan: Plan) -> str:
-    """Return the range of the step's time, and the groups of times that contribute most to it."""
+    """Return a line with the range of the step's time, and the groups of times that contribute most to it."""
     shortest, longest = plan.step_range
     speeds = (plan.tokens_per_step / seconds / plan.world_size for seconds in (longest, shortest))
     line = f"from {shortest:.3f} to {longest:.3f} s per step, {' to '.join(f'{x:,.0f}' for x in speeds)} tokens/s; "
@@ -203,7 +203,7 @@ def range_line(plan: Plan) -> str:
 
 
 def budget_line(plan: Plan) -> str:
-    """Return the time, energy and cost of all tokens of the run."""
+    """Return a line with the time, energy and cost of all tokens of the run."""
     options, training = plan.config.plan, plan.config.training
     tokens = options.tokens or training.steps * plan.tokens_per_step
     steps = math.ceil(tokens / plan.tokens_per_step)
@@ -215,7 +215,7 @@ def budget_line(plan: Plan) -> str:
 
 
 def checkpoint_line(plan: Plan) -> str:
-    """Return the size of a checkpoint, and for how long a save stops training. The range is that of the storage."""
+    """Return a line with the size of a checkpoint and how long a save stops training. The range is the storage's."""
     config, per_node = plan.config, devices_per_node(plan.config, plan.device)
     size, copy, (seconds, least, most), pinned = saving(config, plan.device, plan.world_size, per_node)
     between = config.checkpoint.interval * plan.step_seconds
@@ -231,5 +231,5 @@ def checkpoint_line(plan: Plan) -> str:
 
 
 def print_report(plan: Plan, file: str, *tables: Table) -> None:
-    """Print the report and more tables, at least 126 columns wide: wrapped lines are better than truncated cells."""
+    """Print the report and more tables, at least 126 columns wide: wrapped lines are better than cells that are cut."""
     Console(highlight=False, width=max(Console().width, WIDTH)).print(Group(report(plan, file), *tables))

@@ -1,4 +1,4 @@
-"""What a plan says: memory of each pipeline rank, time and communication of a step."""
+"""The result of a plan: memory of each pipeline rank, time and communication of a step."""
 
 import dataclasses
 import functools
@@ -11,30 +11,30 @@ from titanlite.tools.plan.memory_timeline import Bytes, Point
 from titanlite.tools.plan.schedule import Span, pipeline_bubble
 
 Spread = dict[str, tuple[float, float]]
-"""By how many seconds a step is shorter (below 0) and longer (above 0) if one of the groups of times in
-cost_model.GROUPS is at the end of its range."""
+"""By group of times in cost_model.GROUPS: the seconds by which a step is shorter (below 0) or longer (above 0) if that
+group is at the end of its range."""
 
 
 def range_of(seconds: float, spread: Spread) -> tuple[float, float]:
-    """Return the shortest and the longest step to expect, in seconds: the groups of times differ from what is expected
-    independently of each other, so their squares are added."""
+    """Return the shortest and the longest step to expect, in seconds. The errors of the groups of times are
+    independent, so their squares are added."""
     shorter, longer = (math.hypot(*(pair[end] for pair in spread.values())) for end in (0, 1))
     return seconds - shorter, seconds + longer
 
 
 def spread_of_difference(one: Spread, other: Spread) -> tuple[float, str]:
     """Return by how many seconds the difference between two steps on the same devices may be wrong, and the group of
-    times that contributes most to it. What is wrong for both in the same way makes no difference."""
+    times that contributes most to it. Errors that both steps share cancel."""
     differences = {group: max(abs(x - y) for x, y in zip(one[group], other[group], strict=True)) for group in one}
     return math.hypot(*differences.values()), max(differences, key=differences.get, default="")
 
 
 @dataclasses.dataclass(frozen=True)
 class RankPlan:
-    """A pipeline rank's memory. Ranks that differ only in their place on other axes need the same.
+    """A pipeline rank's memory. Ranks that differ only in their place on other axes need the same memory.
 
     Attributes:
-        points: what is on the device at each moment of a step.
+        points: the bytes on the device at each moment of a step.
         offloaded: bytes by kind that CPU offload keeps in host memory.
         overhead: bytes besides tensors, by what they are for: CUDA context, NCCL buffers, fragmentation.
     """
@@ -61,14 +61,14 @@ class Plan:
 
     Attributes:
         config: resolved for `world_size` ranks of `device`.
-        spans: of each pipeline rank's actions in a gradient accumulation step, in seconds from its beginning; empty
-            without a pipeline.
-        cost: of the busiest rank's step; `elapsed` does not include waiting for other ranks.
-        step_seconds: of the full step, as expected.
-        spread: how the range of the step is composed.
-        update_seconds: the part of it after the last backward: gradient norm, clipping, optimizer.
-        flops_per_token: as MFU counts them.
-        axes: the ranks along each axis, of the first rank's process groups.
+        spans: start and end of each pipeline rank's actions, in seconds from the beginning of a gradient accumulation
+            step; empty without a pipeline.
+        cost: the cost of the busiest rank's step; `elapsed` does not include waiting for other ranks.
+        step_seconds: expected seconds of the full step.
+        spread: how each group of times contributes to the range of the step.
+        update_seconds: seconds of the step after the last backward: gradient norm, clipping, optimizer.
+        flops_per_token: FLOPs as MFU counts them.
+        axes: the ranks of the first rank's process group along each axis.
     """
 
     config: Config

@@ -1,4 +1,4 @@
-"""How large a checkpoint is and how long a save takes."""
+"""Compute how large a checkpoint is and how long a save takes."""
 
 import math
 from typing import NamedTuple
@@ -13,13 +13,13 @@ from titanlite.tools.plan.efficiency import HOST_LINK, STORAGE
 
 
 class Saving(NamedTuple):
-    """What saving a checkpoint takes.
+    """The size of a checkpoint and the times of a save.
 
     Attributes:
         size: bytes of the weights and the optimizer states.
-        copy_seconds: until each rank's part is in host memory.
-        write_seconds: until each node has written its part: as expected, at least and at most.
-        pinned: bytes of a node's memory that the first asynchronous save pins, in a block of 2^n for each tensor.
+        copy_seconds: seconds until each rank's shards are in host memory.
+        write_seconds: seconds until each node has written its shards: expected, least and most.
+        pinned: bytes of a node's memory that the first asynchronous save pins, in blocks of 2^n bytes, one per tensor.
     """
 
     size: int
@@ -29,8 +29,8 @@ class Saving(NamedTuple):
 
 
 def saving(config: Config, device: Device, world_size: int, devices_per_node: int) -> Saving:
-    """Return what a checkpoint of a run takes. Ranks that have the same shard save it in turn, so all ranks save as
-    much. Quantized optimizer states are saved in float32."""
+    """Return the size of a run's checkpoint and the times of its save. Ranks with the same shards divide them among
+    each other, so all ranks save equally much. Quantized optimizer states are saved in float32."""
     dtype, state = config.training.dtype, config.optimizer.state_dtype
     state = dtype if state == "auto" else "float32" if state in QUANTIZED_STATES else state
     sizes, parallelism = build.parameter_sizes(config).values(), config.parallelism
@@ -45,5 +45,5 @@ def saving(config: Config, device: Device, world_size: int, devices_per_node: in
     nodes = math.ceil(world_size / devices_per_node)
     write = tuple(size / nodes / (device.storage_bandwidth or x) for x in (STORAGE.expected, STORAGE.high, STORAGE.low))
     shards = world_size / parallelism.pipeline_parallel_degree / parallelism.data_parallel_replicate_degree
-    blocks = sum(2 ** math.ceil(math.log2(n / shards)) for n in sizes) * shards / n_parameters  # over all slices
+    blocks = sum(2 ** math.ceil(math.log2(n / shards)) for n in sizes) * shards / n_parameters  # per saved element
     return Saving(size, 0.0 if on_host else size / world_size / link, write, 0.0 if on_host else size / nodes * blocks)

@@ -2,7 +2,7 @@
 rank is free and its input has arrived.
 
 torch keeps no list of the actions of GPipe and 1F1B, so their order is written here as torch 2.13 runs them. All other
-schedules run from the private `pipeline_order`, which is read here.
+schedules follow torch's private `pipeline_order`, which is read here.
 """
 
 from collections.abc import Callable, Container, Mapping
@@ -75,11 +75,11 @@ class Span(NamedTuple):
 
 
 Result = tuple[bool, int, int]
-"""What an action sends on: whether it is of a forward, the stage, the microbatch."""
+"""The result of an action, which it sends on: (whether the action is a forward, stage, microbatch)."""
 
 
 def _input_of(action: Action, n_stages: int) -> Result | None:
-    """Return the result that an action needs of another stage, if it needs one."""
+    """Return the result of another stage that an action needs, if it needs one."""
     if action.kind == Pass.FORWARD and action.stage > 0:
         return True, action.stage - 1, action.microbatch
     if action.kind in (Pass.BACKWARD, Pass.INPUT_GRADIENT) and action.stage < n_stages - 1:
@@ -101,15 +101,15 @@ def simulate(
     *,
     sends_block: bool = False,
 ) -> list[list[Span]]:
-    """Return when each rank takes each of its actions, from the seconds of an action and of a message between ranks.
+    """Return when each rank runs each of its actions, from the seconds of an action and of a message between ranks.
 
-    `sends_block`: a rank waits for each message that it has sent, as under torch's 1F1B, where a send shares a batch
+    `sends_block`: a rank waits for each message that it has sent, as under torch's 1F1B, in which a send shares a batch
     with the next receive.
 
     Raises:
         ValueError: if the ranks deadlock.
     """
-    ready: dict[Result, tuple[float, int]] = {}  # when a result is ready, and on which rank
+    ready: dict[Result, tuple[float, int]] = {}  # the time at which a result is ready, and its rank
     free, next_group = [0.0] * len(actions), [0] * len(actions)
     spans: list[list[Span]] = [[] for _ in actions]
 
@@ -136,7 +136,7 @@ def simulate(
 
 
 def pipeline_bubble(spans: list[list[Span]]) -> float:
-    """Return the share of all ranks' time, until the last one's end, in which they are idle."""
+    """Return the share of the ranks' time in which they are idle. All times end with the last rank's last action."""
     end = max(span.end for rank in spans for span in rank)
     busy = sum(span.end - span.start for rank in spans for span in rank)
     return 1 - busy / (end * len(spans))

@@ -1,11 +1,11 @@
-"""Segments of a training step's op trace: what each allocation is for, the phases of the step, and the folding of
+"""Segments of a training step's op trace: the kind of each allocation, the phases of the step, and the folding of
 repeated layers.
 
-Marks split the trace into segments. (Pass, m) begins a pass of microbatch m. Within it ("layer F", n) and
-("layer B", n) begin block n, ("layer experts F", n) and ("layer experts B", n) the part of a block with experts that
-torch.compile leaves alone, and ("layer head", -1) and ("layer head B", -1) what follows the last block; without a
-pipeline both belong to the forward. ("reduce",) begins the reduction of a pipeline's gradients and ("update",) the
-gradient norm, clipping and the optimizer.
+Marks split the trace into segments. (Pass, m) begins a pass of microbatch m. Within it, ("layer F", n) and
+("layer B", n) begin block n; ("layer experts F", n) and ("layer experts B", n) begin the part of a block with experts
+that torch.compile leaves alone; ("layer head", -1) and ("layer head B", -1) begin the operators behind the last block.
+Without a pipeline, both of the latter belong to the forward. ("reduce",) begins the reduction of a pipeline's
+gradients, and ("update",) gradient norm, clipping and optimizer.
 """
 
 import enum
@@ -36,18 +36,18 @@ Phases = dict[tuple[Any, ...], list[Segment]]
 
 
 def layers_of(names: Sequence[str]) -> list[str]:
-    """Return the names that are names of layers."""
+    """Return those names that are names of layers."""
     return [name for name in names if name.startswith("layers.")]
 
 
 class FoldedStage(NamedTuple):
-    """A stage with fewer layers that are alike.
+    """A stage from which repeated layers were removed.
 
     Attributes:
-        names: of the remaining modules.
+        names: names of the remaining modules.
         repeated: numbers of the layers whose copies stand for the folded ones.
         copies: how many copies of them there are.
-        numbers: of all the stage's layers.
+        numbers: numbers of all the stage's layers.
     """
 
     names: list[str]
@@ -57,11 +57,11 @@ class FoldedStage(NamedTuple):
 
 
 def fold_layers(names: Sequence[str], period: int, n_first: int = 0) -> FoldedStage:
-    """Fold the repeated layers of a stage whose pattern repeats after `period` layers. What a layer does for its
-    neighbours (FSDP all-gathers the next layer's weights and frees those of the previous one) is the same for all
-    layers but the first two and the last two.
+    """Fold the repeated layers of a stage whose pattern repeats after `period` layers. All layers except the first two
+    and the last two do the same for their neighbours (FSDP all-gathers the next layer's weights and frees those of the
+    previous one).
 
-    The first `n_first` layers of the model are of another kind. Of the two kinds, the one with more layers is folded.
+    The first `n_first` layers of the model are of another kind. The kind with more layers is folded.
     """
     layers = layers_of(names)
     numbers = [int(name.split(".")[1]) for name in layers]
@@ -76,8 +76,8 @@ def fold_layers(names: Sequence[str], period: int, n_first: int = 0) -> FoldedSt
 
 
 def name_kinds(segments: Sequence[Segment], *, logits: Collection[int]) -> None:
-    """Set the kind of each allocation that has none yet, by what allocated it and how long it exists. `logits` are the
-    possible sizes of the last dim of logits."""
+    """Set the kind of each allocation that has none yet, by its maker and its phases. `logits`: possible sizes of the
+    last dimension of logits."""
     phase, microbatch, born, freed = "", "", {}, {}
     for segment in segments:
         name, *number = segment.mark
@@ -99,7 +99,7 @@ def name_kinds(segments: Sequence[Segment], *, logits: Collection[int]) -> None:
 
 
 def _kind(allocation: Allocation, begin: str, end: str, logits: Collection[int]) -> str:
-    """Return what an allocation is for, given the phases in which it is allocated and freed."""
+    """Return the kind of an allocation, given the phases in which it is allocated and freed."""
     maker, shape = allocation.maker, allocation.shape
     if maker.startswith("fsdp.") or "allgather" in maker:
         return "gathered"
@@ -107,7 +107,7 @@ def _kind(allocation: Allocation, begin: str, end: str, logits: Collection[int])
         return "communication"
     in_forward, in_backward, microbatch = begin.startswith("F"), begin.startswith("B"), begin[1:]
     if (in_forward or in_backward) and end not in (f"F{microbatch}", f"B{microbatch}"):
-        return "gradients"  # those of the next microbatch are added to it
+        return "gradients"  # the next microbatch's gradients are added to it
     if in_forward and shape and shape[-1] in logits:
         return "logits"
     return "activations" if in_forward and end != begin else "temporary"
@@ -123,7 +123,7 @@ def phases_of(segments: Sequence[Segment], folded: FoldedStage) -> Phases:
         if not name.startswith("layer"):
             current, kind = phases.setdefault(segment.mark, []), name
             microbatch = segment.mark[1] if len(segment.mark) > 1 else 0
-        # Without a pipeline a backward begins with that of its first layer.
+        # Without a pipeline, the backward of a microbatch begins with its first layer's backward.
         elif name in BACKWARD_MARKS and kind == Pass.FORWARD:
             current, kind = phases.setdefault((Pass.BACKWARD, microbatch), []), Pass.BACKWARD
         current.append(segment)
@@ -131,7 +131,7 @@ def phases_of(segments: Sequence[Segment], folded: FoldedStage) -> Phases:
 
 
 def _unfold(phase: list[Segment], folded: FoldedStage) -> list[Segment]:
-    """Insert the copies of the repeated layers after the last of them, and number all layers as in the full stage."""
+    """Insert the copies of the repeated layers behind them, and number all layers as in the full stage."""
     layers: list[list[Segment]] = []
     repeated: list[list[Segment]] = []
     for number, group in groupby(phase, lambda segment: segment.mark[1] if is_layer(segment) else -1):

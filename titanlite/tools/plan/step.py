@@ -1,4 +1,4 @@
-"""Put a training step together from the dry runs of its stages: memory of each rank, and time."""
+"""Compose a training step from the dry runs of its stages: the memory of each rank, and the time."""
 
 import math
 from typing import NamedTuple
@@ -20,7 +20,7 @@ WITH_WEIGHT_GRADIENT = Pass.BACKWARD, Pass.WEIGHT_GRADIENT
 
 
 class StageCost:
-    """The dry run of a stage and what its phases cost."""
+    """The dry run of a stage, and the costs of its phases."""
 
     def __init__(self, config: Config, dry_run: DryRun, cost_model: CostModel):
         self.dry_run, self.cost_model = dry_run, cost_model
@@ -36,14 +36,14 @@ class StageCost:
         return self._phase_costs[key]
 
     def after(self, streams: Streams | None, key: tuple) -> Cost:
-        """Return the cost of a phase after what is in flight; None: on an idle device."""
+        """Return the cost of a phase. `streams` has what is in flight before it; None: the device is idle."""
         kind, accumulates = key[0], key[0] == Pass.BACKWARD and key[1] > 0
         events = (segment.events for segment in self.dry_run.phases.get(key, []))
         return self.cost_model.cost(events, streams, forward=kind == Pass.FORWARD, accumulates=accumulates)
 
     def of_action(self, action: Action) -> Cost:
-        """Return the cost of a pipeline's action. The weight gradient of a split backward takes as long as the
-        forward's matmuls, and the input gradient the rest of the backward. A first stage has no input gradient."""
+        """Return the cost of a pipeline's action. In a split backward, the weight gradient takes as long as the
+        forward's matmuls, and the input gradient takes the rest. A first stage has no input gradient."""
         if action.kind == Pass.FORWARD:
             return self.of_phase((Pass.FORWARD, 0 if self.exposed_gather and action.microbatch == 0 else 1))
         backward = self.of_phase((Pass.BACKWARD, min(action.microbatch, 1)))
@@ -55,8 +55,8 @@ class StageCost:
         return cost
 
     def of_update(self, *, communicates: bool = True) -> Cost:
-        """Return the cost of the update of all the stage's weights. Its collectives are those of a rank, however many
-        weights or stages it has: `communicates` says whether to count them."""
+        """Return the cost of the update of all the stage's weights. A rank has the same collectives, however many
+        weights or stages it has; `communicates` says whether to count them."""
         events = [event for segment in self.dry_run.phases[("update",)] for event in segment.events]
         cost, model = Cost(), self.cost_model
         computation = [event for event in events if not isinstance(event, Communication)]
@@ -106,7 +106,7 @@ def memory_points(
     config: Config, dry_runs: list[DryRun], ranks: list[int], actions: list[list[Group]]
 ) -> list[list[Point]]:
     """Return each pipeline rank's memory at each moment of a step, from the dry runs of the model's stages in order,
-    the rank of each, and the actions of each rank; none without a pipeline."""
+    the rank of each stage, and the actions of each rank (none without a pipeline)."""
     if not actions:
         (run,) = dry_runs
         timeline = MemoryTimeline(config, run.persistent)
@@ -148,7 +148,7 @@ def _time_with_pipeline(
             n_messages += n_steps * sends
         reduce, update = Cost(), Cost()
         for number, stage in enumerate(own.values()):
-            reduce.add(stage.of_phase(("reduce",)), stage.dry_run.scale)  # of all the stage's gradients
+            reduce.add(stage.of_phase(("reduce",)), stage.dry_run.scale)  # scaled to all of the stage's gradients
             update.add(stage.of_update(communicates=number == 0))
         cost.add(reduce, n_steps)
         cost.add(update)
@@ -163,7 +163,7 @@ def _time_with_pipeline(
 
 
 def _update_phases(run: DryRun) -> list[tuple]:
-    """Return the phases of an update, that in which gradients are freed last."""
+    """Return the phases of an update. The last one frees the gradients."""
     return [*(key for key in run.phases if key[0] == "muon"), ("update",)]
 
 
@@ -188,7 +188,7 @@ class _PipelineRank:
         self.timeline = MemoryTimeline(config, self.persistent)
 
     def points(self, actions: list[Action]) -> list[Point]:
-        """Return the rank's memory over a step. After the second, all gradient accumulation steps are alike."""
+        """Return the rank's memory over a step. From the second on, all gradient accumulation steps are alike."""
         stages, timeline = self.stages, self.timeline
         gradients = sum(stage.gradients for stage in stages.values())
         for _ in range(min(self.config.gradient_accumulation_steps, 2)):
@@ -207,8 +207,8 @@ class _PipelineRank:
         return timeline.points
 
     def _unsent(self, action: Action) -> int:
-        """Return how many messages an action leaves allocated until the end of the step, when torch waits for what it
-        sent (under 1F1B it waits at once). They are outputs, which a backward would free, and input gradients."""
+        """Return how many messages an action leaves allocated until torch waits for its sends: at the end of the step
+        or, under 1F1B, at once. They are outputs, which a backward would free, and input gradients."""
         schedule = self.config.parallelism.pipeline_parallel_schedule
         if schedule == "1F1B":
             return 0
@@ -229,7 +229,7 @@ class _PipelineRank:
         if kind == Pass.INPUT_GRADIENT:
             timeline.replay(phases[Pass.INPUT_GRADIENT, SPLIT], label, without="message")
         elif kind == Pass.WEIGHT_GRADIENT:
-            # It frees what the forward and the input gradient left. Its own phase lacks the folded layers.
+            # A weight gradient frees what forward and input gradient have left. Its own phase lacks the folded layers.
             before = Pass.FORWARD, Pass.INPUT_GRADIENT
             nets = [timeline.net(phases[key, SPLIT], without="message") for key in before]
             after = {name: timeline.current_bytes[name] - sum(net[name] for net in nets) for name in KINDS}

@@ -1,20 +1,20 @@
 """Simulate how long a device takes for a sequence of events: the host issues them in order, and the device runs
 computation and communication on streams of their own.
 
-The streams and what waits for what are those of FSDP2 as torch 2.11 to 2.15 runs it:
+The streams and their waits are those of FSDP2 as torch 2.11 to 2.15 runs it:
 
 - An all-gather of FSDP runs beside computation, until the weights are copied out of its buffer. It begins when the host
-  has issued it and its stream is free, in the forward not before the last copy but one, in the backward not before the
-  last one: so at most two buffers exist.
+  has issued it and its stream is free. In the forward it also waits for the copy before the last one, in the backward
+  for the last copy. So at most two buffers exist.
 - A reduce-scatter of FSDP begins after the backward that made its gradients. The next one's copy into its buffer waits
   for it. The all-reduce over replicas follows it.
-- With CPU offload a shard of weights is copied to the device on a stream of its own before its all-gather, not before
-  the all-gather may begin, and a shard of gradients to the host on the stream of its reduce-scatter. From the second
-  gradient accumulation step on the host waits for that copy and adds it to what it has.
-- A message of ring attention is sent beside one attention, and the next one waits for it.
-- An all-to-all of expert parallel begins after what was computed before it, and the first operator that reads what it
-  writes waits for it.
-- For every other collective the computation waits at once: it is exposed.
+- With CPU offload, a shard of weights is copied to the device before its all-gather, on a stream of its own, and not
+  earlier than the all-gather could begin. A shard of gradients is copied to the host on the stream of its
+  reduce-scatter. From the second gradient accumulation step on, the host waits for that copy and adds it up.
+- A message of ring attention is sent beside one attention, and the next attention waits for it.
+- An all-to-all of expert parallel begins after the computation before it. The first operator that reads its result
+  waits for it.
+- The computation waits at once for every other collective: it is exposed.
 
 On a CPU there is one stream: an operator runs on the host, and so does a collective, except a message of a ring.
 """
@@ -28,13 +28,13 @@ GATHERED_AXES = ("fsdp", "efsdp")
 
 
 class Run(NamedTuple):
-    """Some operators run one after the other.
+    """Operators that run one after the other.
 
     Attributes:
-        device: seconds of all of them on the device.
-        host: seconds in which the host issues all of them.
-        both: seconds from the host's first to the device's last, on an idle device.
-        attends: whether it is attention beside messages of a ring.
+        device: seconds that they take on the device.
+        host: seconds that the host takes to issue them.
+        both: seconds from the host's first to the device's last one, on an idle device.
+        attends: whether they are attention beside messages of a ring.
     """
 
     device: float
@@ -49,8 +49,8 @@ class Collective(NamedTuple):
     Attributes:
         copy: seconds in which CPU offload copies the shard to the device before an all-gather, or to the host after a
             reduce-scatter.
-        addition: seconds in which the host adds it to the gradient of earlier gradient accumulation steps.
-        outputs: what it writes, if an Arrival says when that is waited for.
+        addition: seconds that the host takes to add the copy to the gradient of earlier gradient accumulation steps.
+        outputs: allocations that it writes, if an Arrival says when the device waits for them.
     """
 
     name: str
@@ -62,21 +62,21 @@ class Collective(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """What follows reads what collectives write."""
+    """The next operators read the output of a collective."""
 
     output: Hashable
 
 
 class CopyOut(NamedTuple):
-    """What follows copies gathered weights out of FSDP's buffer."""
+    """The next operators copy gathered weights out of FSDP's buffer."""
 
 
 class CopyIn(NamedTuple):
-    """What follows copies gradients into the buffer of FSDP's reduce-scatter."""
+    """The next operators copy gradients into the buffer of FSDP's reduce-scatter."""
 
 
 class Wait(NamedTuple):
-    """The host waits for the device, and takes some seconds to go on."""
+    """The host waits for the device, and takes some seconds to continue."""
 
     seconds: float
 
@@ -89,34 +89,34 @@ class Streams:
 
     Args:
         synchronous: the device is the CPU.
-        slowdown: by which share computation is slower while a collective runs beside it.
+        slowdown: fraction by which computation is slower while a collective runs beside it.
 
     Attributes:
-        host: when the host is free.
-        computed: when the device has computed everything that was issued.
+        host: time when the host is free.
+        computed: time when the device has computed everything that was issued.
         exposed: seconds in which computation waited for communication.
-        idle: seconds in which computation waited for the host; of a CPU, those of dispatching operators.
+        idle: seconds in which computation waited for the host; on a CPU, the seconds of dispatching operators.
     """
 
     def __init__(self, *, synchronous: bool = False, slowdown: float = 0.0):
         self.synchronous, self.slowdown = synchronous, slowdown
         self.host = self.computed = self.exposed = self.idle = 0.0
-        self._free: Counter[str] = Counter()  # when each stream of communication is free
-        self._gathers: deque[float] = deque()  # when the all-gathers end that are not copied out yet
-        self._offloaded = 0.0  # when the stream that copies weights from host memory is free
-        self._copies = deque([0.0, 0.0], maxlen=2)  # when the last two copies of gathered weights began
-        self._arrivals: dict[Hashable, float] = {}  # when what a collective writes is there
-        self._message: tuple[float, bool] | None = None  # when it arrives, and whether attention has begun beside it
+        self._free: Counter[str] = Counter()  # time when each stream of communication is free
+        self._gathers: deque[float] = deque()  # end times of all-gathers whose output is not copied out yet
+        self._offloaded = 0.0  # time when the stream that copies weights from host memory is free
+        self._copies = deque([0.0, 0.0], maxlen=2)  # start times of the last two copies of gathered weights
+        self._arrivals: dict[Hashable, float] = {}  # arrival times of what collectives write
+        self._message: tuple[float, bool] | None = None  # arrival time, and whether attention has begun
 
     def run(self, items: Iterable[Item], *, forward: bool, accumulates: bool = False) -> None:
-        """Run some items after those before them. `forward`: they are of a forward, not of a backward. `accumulates`:
+        """Run items after the earlier ones. `forward`: they belong to a forward, not to a backward. `accumulates`:
         gradients are added to those of earlier gradient accumulation steps."""
         for item in items:
             if isinstance(item, Run):
                 self._compute(item)
             elif isinstance(item, Collective):
                 self._communicate(item, forward)
-                if accumulates and item.addition:  # in host memory, so the host waits for the copy
+                if accumulates and item.addition:  # the host adds the gradients, so it waits for the copy
                     self.host = max(self.host, self._free[item.name]) + item.addition
             elif isinstance(item, Arrival):
                 self._wait_for(self._arrivals.pop(item.output, 0.0))
@@ -186,7 +186,7 @@ class Streams:
             self._free[stream] += item.copy
 
     def _overlap(self, stream: str, seconds: float, before: float) -> None:
-        """Communicate on a stream, not before a moment. Computation that was issued earlier runs slower beside it."""
+        """Communicate on a stream from `before` on. Computation that was issued earlier runs slower beside it."""
         begin = max(self.host, before, self._free[stream])
         self._free[stream] = begin + seconds
         self.computed += self.slowdown * max(min(begin + seconds, self.computed) - begin, 0.0)
