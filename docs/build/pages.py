@@ -3,9 +3,9 @@
     python -m docs.build.pages
 
 It writes the reading order in README.md, the table of parts there and in docs/architecture.md, the table of complex
-functions there, the pages docs/reference/commands.md and docs/reference/support.md, and docs/reference/source_debug.txt.
-tests/test_docs.py and tests/tools/test_source.py fail until they are what this script writes. docs/reference/config.md
-is written by `titanlite config --reference`.
+functions there, and commands.md, support.md and source_debug.txt in docs/reference/. tests/test_docs.py and
+tests/tools/test_source.py fail until they are what this script writes. `titanlite config --reference` writes
+docs/reference/config.md.
 """
 
 import argparse

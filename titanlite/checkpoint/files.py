@@ -40,10 +40,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 class CheckedFile:
     """Reads slices of tensors from one file, and verifies its size, its header and every byte read by the manifest.
-
-    Raises:
-        ConfigError: if they differ. The message names the file and the tensor.
-    """
+    Raises ConfigError if they differ. The message names the file and the tensor."""
 
     def __init__(self, path: Path, entry: FileEntry, expected: dict[str, tuple[str, Slice]]):
         """Open the file. `expected` has the data type and the slice of each tensor in it."""

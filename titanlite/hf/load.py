@@ -68,12 +68,9 @@ def load_hf_weights(folder: Path, model: nn.Module, options: Model) -> None:
     """Load the weights of a Hugging Face folder into this rank's modules, plain tensors or DTensors of any placement.
 
     Every weight is cast to its parameter's dtype. `options` is the [model] section of the full model, and `model` may
-    be a pipeline stage of it. No rank communicates: the caller must make the ranks agree on whether it raised.
-
-    Raises:
-        ConfigError: if the folder is not one of this model, or a file that this rank needs cannot be read (in both
-            cases no weight has changed), or a number is NaN or infinite.
-    """
+    be a pipeline stage of it. No rank communicates: the caller must make the ranks agree on whether it raised. Raises
+    ConfigError if the folder is not one of this model, or a file that this rank needs cannot be read (in both cases no
+    weight has changed), or a number is NaN or infinite."""
     parameters, files = named_weights(model), tensor_files(folder)
     of_folder = _shapes_in(files, options)
     is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
@@ -122,11 +119,8 @@ def _print_new_rows(folder: Path, grows: Mapping[str, Path], n_rows: int) -> Non
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor of a Hugging Face folder, by the tensor's name.
-
-    Raises:
-        ConfigError: if the folder has no safetensors, or its index is not a map from tensors to files beside it.
-    """
+    """Return the file of each tensor of a Hugging Face folder, by the tensor's name. Raises ConfigError if the folder
+    has no safetensors, or its index is not a map from tensors to files beside it."""
     single, index = folder / SINGLE, folder / INDEX
     if single.is_file() and index.is_file():
         raise ConfigError([f"{folder}: has both {SINGLE} and {INDEX}; remove the one that is not of this model"])

@@ -49,10 +49,7 @@ class OutlierSteps:
 
     def skipped(self, norm: float) -> bool:
         """Return whether the last step, which had this gradient norm, was skipped as an outlier, and count it if so.
-
-        Raises:
-            TrainingError: if a full window of steps in a row was skipped: such norms are no outliers.
-        """
+        Raises TrainingError if a full window of steps in a row was skipped: such norms are no outliers."""
         limit = self._limit.item()
         outlier = limit < norm < torch.inf
         self._in_a_row = self._in_a_row + 1 if outlier else 0

@@ -145,11 +145,8 @@ class Replicas(OneGroup):
     def begin(
         self, last_step: int, saved: Mapping[str, Any], state: SavedState, abandon: Callable[[int], None]
     ) -> None:
-        """Connect with the other groups, and begin after a step; see OneGroup.
-
-        Raises:
-            ConfigError: if the lighthouse does not answer.
-        """
+        """Connect with the other groups, and begin after a step; see OneGroup. Raises ConfigError if the lighthouse
+        does not answer."""
         mark("connecting to the lighthouse")
         self._connect()
         batches = parse_part(saved, "batches_of_groups", Int63 | None)
@@ -164,11 +161,7 @@ class Replicas(OneGroup):
 
     def steps(self, last_step: int, last: int) -> Iterator[int]:
         """Yield the number of each step until `last` has been taken. A step that did not count is yielded again, with
-        the state as it was before.
-
-        Raises:
-            TrainingError: if the group was asked to stop while it waited for others.
-        """
+        the state as it was before. Raises TrainingError if the group was asked to stop while it waited for others."""
         self._last = last
         while self.manager.current_step() < last:
             self._join()
@@ -218,13 +211,9 @@ class Replicas(OneGroup):
 
     def count(self, valid: Tensor) -> None:
         """Sum a step's number of tokens over the participants, in place, unless that fails, and compare what the groups
-        must share. Does nothing between `totals` and the next step.
-
-        Raises:
-            ConfigError: if this group is new and has another config, other weights or the number of a participant.
-            TrainingError: if neither this group nor another is new, their weights differ, and a group with a smaller
-                number continues.
-        """
+        must share. Does nothing between `totals` and the next step. Raises ConfigError if this group is new and has
+        another config, other weights or the number of a participant. Raises TrainingError if neither this group nor
+        another is new, their weights differ, and a group with a smaller number continues."""
         if not self._in_step:
             return
         state, quorum = 0, self.manager._quorum_id

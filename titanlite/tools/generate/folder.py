@@ -72,10 +72,7 @@ class ModelFolder:
 
     def load(self, model: Llama) -> None:
         """Fill the parameters, plain tensors or this rank's shards, each cast to its dtype. Every rank must call it.
-
-        Raises:
-            ConfigError: on every rank, if one of them cannot read what it needs.
-        """
+        Raises ConfigError on every rank, if one of them cannot read what it needs."""
         load_weights(self.path, model, self.options)
 
 

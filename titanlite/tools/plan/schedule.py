@@ -104,11 +104,7 @@ def simulate(
     """Return when each rank runs each of its actions, from the seconds of an action and of a message between ranks.
 
     `sends_block`: a rank waits for each message that it has sent, as under torch's 1F1B, in which a send shares a batch
-    with the next receive.
-
-    Raises:
-        ValueError: if the ranks deadlock.
-    """
+    with the next receive. Raises ValueError if the ranks deadlock."""
     ready: dict[Result, tuple[float, int]] = {}  # the time at which a result is ready, and its rank
     free, next_group = [0.0] * len(actions), [0] * len(actions)
     spans: list[list[Span]] = [[] for _ in actions]
