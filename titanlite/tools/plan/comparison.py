@@ -58,8 +58,8 @@ def _positions(line: dict[str, Any]) -> int:
 
 
 def comparison_table(plan: Plan, file: Path) -> Table:
-    """Return a table of a plan beside a run's metrics: step time, throughput and, on a GPU, memory. Raises ConfigError as
-    read_measurement does, and if the run had another number of tokens per step or of ranks."""
+    """Return a table of a plan beside a run's metrics: step time, throughput and, on a GPU, memory. Raises ConfigError
+    as read_measurement does, and if the run had another number of tokens per step or of ranks."""
     run = read_measurement(file)
     sizes = {"tokens per step": (run.tokens_per_step, plan.tokens_per_step), "ranks": (run.ranks, plan.world_size)}
     for name, (measured, planned) in sizes.items():
