@@ -52,7 +52,7 @@ LINES_OF_A_RANK_OF_MANY_TECHNIQUES = 11_650
 LINES_OF_A_DEBUG_RUN, LINES_WITH_A_TOKEN_CACHE = 10_300, 9_950
 LINES_OF_THE_PACKAGE = 30_122
 CEILINGS = {
-    "heart": 3505,
+    "heart": 3502,
     "config": 2787,
     "config of Hugging Face": 1333,
     "data": 2294,
@@ -61,9 +61,9 @@ CEILINGS = {
     "metrics": 823,
     "files": 321,
     "hf": 931,
-    "techniques": 4635,
-    "tools": 9320,
-    "other": 355,
+    "techniques": 4648,
+    "tools": 9315,
+    "other": 352,
 }
 """Lines that each part of the package may have. They are fixed: a part that grows takes from itself, and a ceiling is
 changed only in a commit that says what left."""

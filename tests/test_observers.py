@@ -33,7 +33,7 @@ class Doubling(Observer):
 
 
 def run_with_a_wrong_observer(argv: list[str]) -> str:
-    def add(config: Any, layout: Any, train_step: TrainStep, *arguments: Any) -> None:
+    def add(run: Any, train_step: TrainStep, *arguments: Any) -> None:
         train_step.observers.append(Doubling(train_step))
 
     with mock.patch.object(build, "add_observers", add):

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 import titanlite
 from tests.parallel.test_parity import resolve
@@ -171,6 +172,14 @@ def test_a_block_that_cannot_be_right_is_a_line(tmp_path: Path, kind: type[Up], 
     assert any(problem.startswith(line) for problem in caught.value.problems), caught.value.problems
 
 
+def test_a_style_that_no_module_has_is_a_line(tmp_path: Path):
+    own = dataclasses.replace(own_of(Up), styles={"up": ColwiseParallel(), "feed_forward.up": ColwiseParallel()})
+    with pytest.raises(ConfigError) as caught:
+        blocks_of(own, tmp_path, **TP)
+    line = "own.styles: up: no block has it; expected the name of a module in its block, as feed_forward.up"
+    assert caught.value.problems == [line]
+
+
 def test_a_block_that_is_right_is_none(tmp_path: Path):
     blocks_of(own_of(Up), tmp_path)
     blocks_of(own_of(Item), tmp_path)  # it reads a value, which only a real tensor has
@@ -206,6 +215,18 @@ def sums_gradients(logits: torch.Tensor, targets: torch.Tensor, group: Any) -> t
     return titanlite_loss(logits, targets, group) + 1e-1 * total.log().square() * (targets != -100)
 
 
+def torch_s(logits: torch.Tensor, targets: torch.Tensor, group: Any) -> torch.Tensor:
+    return F.cross_entropy(logits, targets, reduction="none")
+
+
+def without_gradient(*arguments: Any) -> torch.Tensor:
+    return titanlite_loss(*arguments).detach()
+
+
+def nothing(*arguments: Any) -> None:
+    pass
+
+
 def titanlite_loss(*arguments: Any) -> torch.Tensor:
     from titanlite.loss import cross_entropy
 
@@ -229,8 +250,20 @@ def problem_of_loss(loss: Any, job: Any) -> str:
         (centred, "of a token depends on the other tokens"),
         (ignores_the_group, "own.loss: another value with the vocabulary on 2 ranks; reduce over `group`"),
         (sums_gradients, "own.loss: another gradient with the vocabulary on 2 ranks"),
+        (torch_s, "own.loss: fails with logits of (8, 30): IndexError: Target "),
+        (without_gradient, "own.loss: returns (8,) for 8 tokens; expected the loss of each, (8,), with a gradient"),
+        (nothing, "own.loss: returns NoneType for 8 tokens"),
     ],
-    ids=["a mean", "no ignored targets", "mixed tokens", "no group", "gradients summed twice"],
+    ids=[
+        "a mean",
+        "no ignored targets",
+        "mixed tokens",
+        "no group",
+        "gradients summed twice",
+        "torch's",
+        "detached",
+        "nothing",
+    ],
 )
 def test_a_loss_that_cannot_be_right_is_a_line(ranks, tmp_path: Path, loss: Any, line: str):
     problems = ranks(2).run(problem_of_loss, loss=loss, job=resolve(tmp_path, 2, TP))

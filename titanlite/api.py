@@ -47,12 +47,9 @@ def load(argv: list[str]) -> Config:
 def run(argv: list[str], own: Own | str = "") -> RunResult:
     """Train in this process, as `titanlite train` does, and return. Under torchrun every rank calls it; otherwise this
     process is the only one. Signal handlers stay as they are. `argv` is that of `load`, `own` an Own or "FILE.py:NAME".
-
-    Raises:
-        ConfigError: if the config, the data, the checkpoint or the own part is wrong, or more ranks are needed.
-        TrainingError: if the loss is not finite too often, a checkpoint cannot be written, or another run has taken the
-            folder over.
-    """
+    Raises ConfigError if the config, the data, the checkpoint or the own part is wrong, or more ranks are needed.
+    Raises TrainingError if the loss is not finite too often, a checkpoint cannot be written, or another run has taken
+    the folder over."""
     loaded, signals, lost = config.load(argv, load_own(own)), process.Signals(), list[str]()
     launch, parallelism = Launch.from_environment(torch.cuda.device_count()), loaded.config.parallelism
     ranks = parallelism.ranks_per_shard * max(parallelism.data_parallel_shard_degree, 1)

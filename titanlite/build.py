@@ -83,11 +83,8 @@ def parameter_sizes(config: Config) -> dict[str, int]:
 
 
 def build_stage(config: Config, layout: Layout, modules: Collection[str] | None, device: torch.device) -> Llama:
-    """Return the named modules, or all, parallelized over the mesh, still on the meta device.
-
-    Raises:
-        ConfigError: for float8 or int8 that the device lacks or no layer has, or an own block that cannot be right.
-    """
+    """Return the named modules, or all, parallelized over the mesh, still on the meta device. Raises ConfigError for
+    float8 or int8 that the device lacks or no layer has, or an own block that cannot be right."""
     parallelism, training = config.parallelism, config.training
     stage = meta_model(config, modules)
     config.own.prepare(stage, config.model, training, parallelism)

@@ -1,4 +1,4 @@
-"""config.json and generation_config.json of an exported folder: what a released model's files say stays, but for what
+"""config.json and generation_config.json of an exported folder: what a released model's files say stays, except what
 the run changed. transformers and titanlite read the result as the model that it is."""
 
 import json

@@ -22,6 +22,8 @@ from titanlite.model import Block, Llama
 from titanlite.parallel.own_rules import ShardsWeights
 from titanlite.parallel.tensor import BLOCK_STYLES
 
+GATHER = "reduce over `group`, or set parallelism.disable_loss_parallel = true"
+
 
 @dataclasses.dataclass(frozen=True)
 class Own(Parts):
@@ -37,7 +39,10 @@ class Own(Parts):
     def prepare(self, stage: Llama, model: Model, training: Training, parallelism: Parallelism) -> None:
         """Give the own blocks of a stage their parallel styles, and run them on the meta device, where it costs
         nothing. Raises ConfigError with a line for each block that would compute something else under some layout."""
-        problems: list[str] = []
+        existing = {name for block in stage.layers.values() for name, _ in block.named_modules()}
+        if len(stage.layers) == model.n_layers and (unknown := self.styles.keys() - existing):
+            expected = "expected the name of a module in its block, as feed_forward.up"
+            raise ConfigError([f"own.styles: {name}: no block has it; {expected}" for name in sorted(unknown)])
         for layer, block in stage.layers.items() if self.block else ():
             block.styles = self.styles
             found = dict(self._wrong_names(block, parallelism.tensor_parallel_degree > 1))
@@ -45,9 +50,8 @@ class Own(Parts):
             names = {name for name, _ in block.named_modules()}
             if training.attention_backend != "auto" and "attention.inner_attention" not in names:
                 found["attention"] = "has no inner_attention, which context parallel and masks replace"
-            problems += [f"layers.{layer}.{name}: {problem}" for name, problem in found.items()]
-        if problems:
-            raise ConfigError(problems)
+            if found:  # other layers mostly have the same problems
+                raise ConfigError([f"layers.{layer}.{name}: {problem}" for name, problem in found.items()])
 
     def _wrong_names(self, block: nn.Module, is_sharded: bool) -> Iterator[tuple[str, str]]:
         """Yield the modules and tensors of a block that layouts cannot shard, each with the reason."""
@@ -77,25 +81,34 @@ class Own(Parts):
         logits_NV = torch.randn(8, vocab_size, generator=generator, device=device).requires_grad_()
         targets_N = torch.randint(vocab_size, (8,), generator=generator, device=device)
         targets_N[2] = IGNORED
-        losses_N, problem = self.loss(logits_NV, targets_N, None), ""
-        halves = [self.loss(*half, None) for half in zip(logits_NV.split(4), targets_N.split(4), strict=True)]
-        if losses_N.shape != targets_N.shape:
-            problem = f"returns {tuple(losses_N.shape)} for 8 tokens; expected the loss of each, (8,)"
+        losses_N, problem = self._losses(logits_NV, targets_N, None), ""
+        halves = [self._losses(*half, None) for half in zip(logits_NV.split(4), targets_N.split(4), strict=True)]
+        if not isinstance(losses_N, Tensor) or losses_N.shape != targets_N.shape or not losses_N.requires_grad:
+            returned = f"{tuple(losses_N.shape)}" if isinstance(losses_N, Tensor) else type(losses_N).__name__
+            problem = f"returns {returned} for 8 tokens; expected the loss of each, (8,), with a gradient"
         elif losses_N[2] != 0:
             problem = f"is {losses_N[2].item():.4f} where the target is {IGNORED}; expected 0"
         elif not _close(torch.cat(halves), losses_N):
             problem = "of a token depends on the other tokens, which other ranks or chunks may have"
         elif group.size() > 1 and not parallelism.disable_loss_parallel:
             shard_NV = logits_NV.chunk(group.size(), 1)[group.rank()].detach().requires_grad_()
-            sharded_N = self.loss(shard_NV, targets_N, group)
+            sharded_N = self._losses(shard_NV, targets_N, group)
             (grad_NV,) = torch.autograd.grad(losses_N.sum(), logits_NV)
             (own_NV,) = torch.autograd.grad(sharded_N.sum(), shard_NV)
             is_close = _close(sharded_N, losses_N)
             if not is_close or not _close(own_NV, grad_NV.chunk(group.size(), 1)[group.rank()]):
                 problem = f"another {'gradient' if is_close else 'value'} with the vocabulary on {group.size()} ranks; "
-                problem += "reduce over `group`, or set parallelism.disable_loss_parallel = true"
+                problem += GATHER
         if problem:
             raise ConfigError([f"own.loss: {problem}"])
+
+    def _losses(self, logits_NV: Tensor, targets_N: Tensor, group: dist.ProcessGroup | None) -> Any:
+        try:
+            return self.loss(logits_NV, targets_N, group)
+        except Exception as error:
+            problem = f"fails with logits of {tuple(logits_NV.shape)}: {type(error).__name__}: {error}"
+            hint = f"; they are a shard of the vocabulary: {GATHER}" if group else ""
+            raise ConfigError([f"own.loss: {problem}{hint}"]) from error
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

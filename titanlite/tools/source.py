@@ -88,9 +88,9 @@ def print_lines(file: Path, ran: set[int]) -> tuple[int, int]:
     """Print what ran of a file. Return the number of lines of its statements, and of all lines that are printed."""
     lines, nodes = (text := file.read_text()).splitlines(), list(ast.walk(ast.parse(text)))
     functions = [range(node.lineno, node.end_lineno + 1) for node in nodes if isinstance(node, ast.FunctionDef)]
-    ran = ran.intersection(chain(*functions))  # what an import runs is not in a function
+    ran = ran.intersection(chain(*functions))  # lines outside functions run at the import
     others = {n for n, line in enumerate(lines, 1) if re.fullmatch(r"\s*([#@].*|(else|try|finally):.*)?", line)}
-    statements = set[int]()  # in full, and the headers of the blocks that they are in
+    statements = set[int]()  # statements in full, and the headers of their blocks
     for node in nodes:
         extent = range(node.lineno, node.end_lineno + 1) if isinstance(node, (ast.stmt, ast.excepthandler)) else ()
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # a docstring

@@ -100,7 +100,7 @@ def take_step(dying_ranks: tuple[int, ...] = ()) -> dict[str, Any]:
     loss, norm, _, _, positions, masked, *_ = totals.read()
     numbers = {"loss": loss, "norm": norm, "ones": ones.item(), "valid": valid.item()}
     numbers |= {"positions": positions, "masked": masked}
-    return {"step": step, "attempts": attempts, "living": replicas.living, **numbers} | weights
+    return {"step": step, "attempts": attempts, "living": replicas.participants, **numbers} | weights
 
 
 # The reference -------------------------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ def test_groups_that_must_not_train_together_say_so(tmp_path, lighthouse):
     )
     cases = [
         ({"config": second, "identity": 8}, "replica groups have different configs or data"),
-        ({"config": first}, "fault_tolerance.replica_id = 0: 2 living groups"),
+        ({"config": first}, "fault_tolerance.replica_id = 0: 2 participants"),
         ({"config": changed}, "replica groups have different weights after step 0"),
     ]
     pools = [ProcessPool(1), ProcessPool(1)]

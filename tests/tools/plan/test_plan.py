@@ -503,9 +503,8 @@ def test_a_plan_says_how_many_devices_it_assumes(monkeypatch, capsys):
     assert cli.run_command("plan", [str(ROOT / "configs" / "debug.toml"), *rejected]) == 2
     problem = "training.global_batch_size = 16: expected a multiple of local_batch_size x ranks = 8 x 8 = 64"
     assert capsys.readouterr().err == f"error: command line: {problem}; {note}\n"
-    monkeypatch.setattr(
-        planner, "make_plan", lambda loaded, own, show_progress: mock.Mock(world_size=resolve(loaded)[2])
-    )
+    planned = lambda loaded, show_progress: mock.Mock(world_size=resolve(loaded)[2])  # noqa: E731
+    monkeypatch.setattr(planner, "make_plan", planned)
     monkeypatch.setattr(report, "verdict", lambda plan: (True, ""))
     for option, expected in {"--training.steps=9": f"{note}\n", SHARD: ""}.items():
         monkeypatch.setattr(report, "print_report", lambda *_: print("report"))

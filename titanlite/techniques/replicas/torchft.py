@@ -89,10 +89,10 @@ class Replicas(OneGroup):
     ):
         self.section, self.device, self.signals = section, device, signals
         self.identity = xxhash.xxh3_64_intdigest(json.dumps(identity, sort_keys=True).encode()) % MODULUS
-        self.living: list[int] = []
+        self.participants: list[int] = []
         """Numbers of the groups that were participants of the last step."""
-        self._in_step, self._is_member, self._is_loading, self._healed = False, False, False, False
-        self._quorum, self._lived, self._n_failures = -1, list[int](), 0
+        self._in_step, self._is_member, self._is_loading, self._recovered = False, False, False, False
+        self._quorum, self._before, self._n_failures = -1, list[int](), 0
         self._state_hash: int | None = None
         self._history: list[tuple[int, int, list[int]]] = []
         self._last = 0
@@ -230,11 +230,11 @@ class Replicas(OneGroup):
             return
         self._quorum = quorum
         ballots = {number: Ballot(*row) for number, row in enumerate(rows) if row[0]}
-        self.living, of_groups = list(ballots), ballots.values()
+        self.participants, of_groups = list(ballots), ballots.values()
         different = "fault_tolerance.enable = true: replica groups have different"
         number, most = max(ballots.items(), key=lambda item: item[1].groups)
         if most.groups > 1:
-            problem = f"fault_tolerance.replica_id = {number}: {most.groups:.0f} living groups"
+            problem = f"fault_tolerance.replica_id = {number}: {most.groups:.0f} participants"
         elif any(each.identity != self.identity for each in of_groups):
             problem = f"{different} configs or data"
         elif any(each.state != state for each in of_groups):
@@ -244,8 +244,8 @@ class Replicas(OneGroup):
             return
         if not self._is_member:
             raise ConfigError([f"{problem}; see docs/reliability.md"])
-        if all(each.is_member for each in of_groups) and self.section.replica_id > self.living[0]:
-            raise TrainingError(f"{problem}; group {self.living[0]} goes on, and this one can be started again")
+        if all(each.is_member for each in of_groups) and self.section.replica_id > self.participants[0]:
+            raise TrainingError(f"{problem}; group {self.participants[0]} continues, and this one can be started again")
         self.manager.report_error(RuntimeError(problem))
 
     def totals(
@@ -264,7 +264,7 @@ class Replicas(OneGroup):
         if not self._committed(step):
             return None
         loss, norm, *counted = sums
-        return Totals(torch.stack([loss / valid, norm / max(len(self.living), 1), stopping, saving, *counted]))
+        return Totals(torch.stack([loss / valid, norm / max(len(self.participants), 1), stopping, saving, *counted]))
 
     def _sum_shards(self, shards: list[Tensor]) -> None:
         """Sum plain tensors over the participants, in place."""
@@ -297,13 +297,13 @@ class Replicas(OneGroup):
             log_rank0(f"step {step}: not taken, and repeated with the replica groups that are left: {reason}")
             return False
         self._n_failures, self._state_hash = 0, None
-        if self.living != self._lived or self._healed:
-            healed = "; this one has got its state from another" * self._healed
-            living = ", ".join(map(str, self.living))
-            log_rank0(f"step {step}: replica groups {living} of {self.section.group_size}{healed}")
-        if not self._history or self._history[-1][1:] != (self._quorum, self.living):
-            self._history = [*self._history, (step, self._quorum, self.living)]
-        self._is_member, self._healed, self._lived = True, False, self.living
+        if self.participants != self._before or self._recovered:
+            recovered = "; this one has got its state from another" * self._recovered
+            groups = ", ".join(map(str, self.participants))
+            log_rank0(f"step {step}: replica groups {groups} of {self.section.group_size}{recovered}")
+        if not self._history or self._history[-1][1:] != (self._quorum, self.participants):
+            self._history = [*self._history, (step, self._quorum, self.participants)]
+        self._is_member, self._recovered, self._before = True, False, self.participants
         return True
 
     def final_step(self, step: int, *, is_last: bool) -> int:
@@ -312,7 +312,7 @@ class Replicas(OneGroup):
 
     def metrics(self) -> dict[str, float]:
         """Return values of the last step by tag."""
-        return {"replica_groups": len(self.living)}
+        return {"replica_groups": len(self.participants)}
 
     def _tensors(self) -> list[Tensor]:
         """Return plain tensors that share the memory of this rank's weights and optimizer states. These must be equal
@@ -342,7 +342,7 @@ class Replicas(OneGroup):
         for name, value in saved["random"].items():
             (torch.cuda if name.startswith("random.cuda.") else torch).set_rng_state(value)
         self._state.load(saved["state"])
-        self._is_loading, self._healed, self.has_state_of_another = False, True, True
+        self._is_loading, self._recovered, self.has_state_of_another = False, True, True
 
 
 def last_shared_step(own: list[tuple[Any, ...]], other: list[tuple[Any, ...]]) -> int | None:

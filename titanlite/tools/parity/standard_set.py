@@ -56,7 +56,7 @@ def verdicts(arguments: list[str], own: Parts, dtype: str, steps: int) -> Iterat
         for name, config in configs.items():
             trace = next(traces) if isinstance(config, Config) else config
             if not isinstance(trace, dict):
-                yield name, f"FAILED: {f'{trace}'.splitlines()[-1]}" if isinstance(trace, Exception) else trace
+                yield name, f"FAILED: {f'{trace}'.rstrip().splitlines()[-1]}" if isinstance(trace, Exception) else trace
                 continue
             reference = run_reference(config, cpu, steps=steps)
             yield name, judge(reference, trace, tolerances(config, reference, cpu, steps=steps))[-1]

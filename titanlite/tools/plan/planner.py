@@ -41,14 +41,9 @@ FRAGMENTATION = 0.03
 
 
 def resolve(loaded: LoadedConfig[Config], world_size: int | None = None) -> tuple[Config, devices.Device, int]:
-    """Return the config as train.py resolves it on the hardware that it names, the device and the number of ranks.
-
-    Args:
-        world_size: number of ranks; None: as many as the degrees ask for or, if one of them is -1, those of a node.
-
-    Raises:
-        ConfigError: with the problems that train.py reports, or if the plan has no rates of 8-bit products.
-    """
+    """Return the config as train.py resolves it on the hardware that it names, the device and the number of ranks:
+    `world_size`; None: as many as the degrees ask for or, if one of them is -1, those of a node. Raises ConfigError
+    with the problems that train.py reports, or if the plan has no rates of 8-bit products."""
     device = find_device(loaded.config.plan.device)
     per_node = devices_per_node(loaded.config, device)
     n_devices = 0 if device.kind == "cpu" else per_node
