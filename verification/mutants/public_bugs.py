@@ -315,7 +315,8 @@ VALIDATION = [
         "allenai/OLMo-core", 652, "merged",
         "A validation began where the one before had stopped, with other data.",
         Mutant("data/loader.py", "a validation begins after the batches of the one before",
-               "    for batch in range(n_batches):\n",
+               "    for batch in range(n_validation_batches(sequences, training, validation, share)):\n",
+               "    n_batches = n_validation_batches(sequences, training, validation, share)\n"
                "    begin = validation_batches.__dict__.setdefault('begin', 0)\n"
                "    validation_batches.begin += n_batches\n"
                "    for batch in range(begin, begin + n_batches):\n",
