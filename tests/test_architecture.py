@@ -61,7 +61,7 @@ CEILINGS = {
     "metrics": 823,
     "files": 321,
     "hf": 931,
-    "techniques": 4648,
+    "techniques": 4649,
     "tools": 9315,
     "other": 352,
 }

@@ -71,7 +71,7 @@ def test_order_does_not_depend_on_the_ranks():
 BROKEN_READS: dict[str, Callable[..., Any]] = {
     "rank in the index": lambda read, self, first, *rest: read(self, 2 * first, *rest),
     "rank in the seed": lambda read, self, first, *rest: read(numbered_sequences(seed=42 + first), first, *rest),
-    "neighbours instead of strides": lambda read, self, first, _, states: read(self, 3 * first, 1, states),
+    "neighbours instead of strides": lambda read, self, first, _: read(self, 3 * first, 1),
 }
 
 

@@ -104,7 +104,8 @@ class StreamingSequences:
         """Return this stream from where a run stopped, by the state of its loader; None: from its beginning."""
         saved = parse_part(loader_state or {}, "data.streaming_shards", Saved | None) or {}
         resumed = copy.copy(self)
-        resumed._saved, resumed.passed = {int(number): each.model_dump() for number, each in saved.items()}, {}
+        resumed._saved = {int(number): each.model_dump(mode="json") for number, each in saved.items()}
+        resumed.passed = {}
         return resumed
 
     def state(self, position: int) -> dict[str, Any]:
