@@ -27,7 +27,7 @@ from titanlite.tools.parity.command import check_memory
 from titanlite.tools.parity.shrink import smaller
 
 PACKAGE = Path(__file__).parents[1]
-HEART = re.escape(f"{PACKAGE}/") + r"((?!_|api|rank)|parallel/(?!_|float8|logits|sinks)|data/(?=packing|loader))\w+\.py"
+HEART = re.escape(f"{PACKAGE}/") + r"((?!_|api|rank|torch)|parallel/(?!_|float8|logits|sinks)|data/(?=packing|loader))\w+\.py"
 
 
 def main(argv: list[str]) -> int:
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
     check_memory(loaded.file, n_ranks)
     from titanlite.tools.parity.process_pool import ProcessPool  # here, since --help and a wrong config need no torch
 
-    others = "" if arguments.all else "(parallel|techniques)/"
+    others = "" if arguments.all else "(parallel/|techniques/|torch_)"
     files = rf"{HEART}|{re.escape(f'{PACKAGE}/')}{others}.*|{re.escape(own.place.rpartition(':')[0])}"
     with tempfile.TemporaryDirectory() as folder, contextlib.closing(ProcessPool(n_ranks, timeout_seconds=600)) as pool:
         config = one_step(config.replace(training__max_norm=training.max_norm, job__dump_folder=folder))
