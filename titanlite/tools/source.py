@@ -27,7 +27,8 @@ from titanlite.tools.parity.command import check_memory
 from titanlite.tools.parity.shrink import smaller
 
 PACKAGE = Path(__file__).parents[1]
-HEART = re.escape(f"{PACKAGE}/") + r"((?!_|api|rank|torch)|parallel/(?!_|float8|logits|sinks)|data/(?=packing|loader))\w+\.py"
+HEART = re.escape(f"{PACKAGE}/")
+HEART += r"((?!_|api|rank|torch)|parallel/(?!_|float8|logits|sinks)|data/(?=packing|loader))\w+\.py"
 
 
 def main(argv: list[str]) -> int:
