@@ -42,7 +42,7 @@ class LossScale(Owner, Protocol):
     value: float
 
     def update(self, *, overflowed: bool) -> None:
-        """Adapt the factor after a step."""
+        """Adapt the loss scale after a step. `overflowed`: its gradients were not finite."""
 
 
 class OutlierSteps(Owner, Protocol):

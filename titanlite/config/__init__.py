@@ -21,7 +21,7 @@ USAGE = "usage: titanlite train CONFIG [--section.key=value ...]   (--help lists
 
 def load(argv: list[str], own: Parts | None = None) -> LoadedConfig[Config]:
     """Read a config and overrides (`argv`, without the program's name) and check the rules between options. `own`: the
-    user's parts that the config then has. Raises ConfigError with every problem."""
+    user's own parts, which the returned config carries. Raises ConfigError with every problem."""
     loaded = loader.load(Config, argv, usage=USAGE, rules=rules.between_options)
     return dataclasses.replace(loaded, config=loaded.config.with_own(own)) if own else loaded
 

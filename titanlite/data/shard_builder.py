@@ -42,7 +42,7 @@ class CacheOptions:
 
 
 def spelled(tokenizer: Tokenizer, texts: list[str]) -> set[str]:
-    """Return words for the report about special tokens that texts spell out."""
+    """Return, for the report, a phrase for each special token that texts contain as ordinary text."""
     found = [name for name in getattr(tokenizer, "names", ()) if any(name in text[:BATCH] for text in texts)]
     return {f"special token {name} (ordinary text by training.special_tokens_in_text)" for name in found}
 

@@ -92,7 +92,7 @@ def open_cache(
 
         name = ""
         if template:
-            from titanlite.data.worker import name_of  # here, since plain text needs none
+            from titanlite.data.worker import name_of  # here, since only a template needs it
 
             name = name_of(template)
         options = CacheOptions(source, validation_fraction, name, rows)

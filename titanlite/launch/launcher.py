@@ -126,7 +126,7 @@ def nodes_of(environment: Mapping[str, str]) -> tuple[int, int]:
 
 
 def text_of(environment: Mapping[str, str], name: str, default: str = "") -> str:
-    """Return one of VARIABLES; a default if it is unset or empty. Raises ConfigError if it does not match."""
+    """Return the value of one of VARIABLES; a default if it is unset or empty. Raises ConfigError if it is wrong."""
     pattern, expected = VARIABLES[name]
     if (text := environment.get(name) or default) and not re.fullmatch(pattern, text, re.ASCII):
         raise ConfigError([f"environment: {name} = {show(text)}: expected {expected}"])

@@ -218,7 +218,7 @@ def keep_log(folder: str) -> None:
     global console, log
     if log != 2 or console != 2:
         return
-    from titanlite.config.regular_file import open_own  # here, since signals are handled before pydantic is imported
+    from titanlite.config.regular_file import open_own  # here: it imports pydantic, and signals are handled before
 
     try:
         os.makedirs(folder, exist_ok=True)
@@ -266,7 +266,7 @@ def append(file: int, text: str) -> None:
 def print_to_console(text: str, *, hidden: bool = False) -> None:
     """Write a line, or the lines of a traceback, to the user's console, even from a rank whose lines are hidden, and to
     the rank's file; with `hidden`, only to the file. Control characters are escaped: the text may be untrusted."""
-    from titanlite.config.loader import printable  # here, since signals are handled before pydantic is imported
+    from titanlite.config.loader import printable  # here: it imports pydantic, and signals are handled before
 
     text = printable(text, keep="\n\t")
     sys.stdout.flush()

@@ -141,7 +141,7 @@ def to_mxfp8(x_MK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def from_mxfp8(values: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values that `to_mxfp8` has rounded, as [M, K] in a dtype."""
+    """Return the rounded values of `to_mxfp8` times the scales of their blocks, [M, K] in `dtype`."""
     blocks = values.unflatten(1, (-1, MX_BLOCK)).to(exponents.dtype) * exponents.exp2().unsqueeze(-1)
     return blocks.flatten(1).to(dtype)
 

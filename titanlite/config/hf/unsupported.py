@@ -24,7 +24,7 @@ OF_TYPE = {"olmo": ["norms without weights"], "phi": PARALLEL, "cohere": PARALLE
 
 
 def features(values: dict[str, Any]) -> list[str]:
-    """Return the features of a config.json, each with its key. The values are never printed."""
+    """Return the unsupported features of a config.json, each with its key, but not the value: it is never shown."""
     rope = values.get("rope_parameters")
     values = {**rope, **values} if isinstance(rope, dict) else values
     found = {name: next((key for key in keys if _has(values.get(key))), None) for name, keys in FEATURES.items()}

@@ -132,7 +132,7 @@ class Search:
         chosen: list[tuple[Candidate, LoadedConfig]] = []
         for candidate in _variations(fitting, order) if last else order:
             if len(chosen) < PLANS_PER_ROUND and candidate in self._open and key_of(candidate) not in done:
-                self._open.discard(candidate)  # a rejected candidate is not proposed again, either
+                self._open.discard(candidate)  # a candidate that is rejected below is not proposed again
                 try:
                     chosen.append((candidate, load_candidate(self.task, candidate)))
                     done.add(key_of(candidate))

@@ -67,8 +67,8 @@ class RandomOperands:
         self.buffer = torch.empty(0)
 
     def turns(self, *shapes: tuple[int, ...], result: int = 0) -> list[list[Tensor]]:
-        """Return lists of tensors in these shapes, enough lists that the caches do not hold them all, together with
-        results of `result` elements. Small tensors have fewer lists than that would take."""
+        """Return lists of tensors in these shapes: as many as the caches cannot hold, each with a result of `result`
+        elements, but at most MOST_TURNS, so lists of small tensors may fit into a cache."""
         sizes = [math.prod(shape) for shape in shapes]
         size = (sum(sizes) + result) * self.dtype.itemsize
         n = min(math.ceil(UNCACHED[self.device.type] / size), MOST_TURNS)

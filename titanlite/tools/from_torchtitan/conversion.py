@@ -78,7 +78,7 @@ class Conversion:
             self.statuses[key] = status
 
     def note_if_set(self, key: str, text: str, status: str = MEANING_CHANGED) -> None:
-        """Add a text about a key that the file has; see `note`."""
+        """Add a text about a key as `note` does, but only if the file sets the key."""
         if key in self.values:
             self.note(key, text, status)
 

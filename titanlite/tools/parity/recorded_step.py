@@ -109,8 +109,8 @@ class RecordedStep:
 
 
 def read_step(folder: Path) -> RecordedStep:
-    """Read and check the folder. Raises ConfigError if a file is missing, damaged or not of this model, or changes
-    while it is read."""
+    """Read and check the folder. Raises ConfigError if a file is missing, is damaged, does not fit the model of
+    config.json, or changes while it is read."""
     before = _files(folder)
     step = parse(RecordedOptions, read_json_object(folder / "step.json"), str(folder / "step.json"))
     # The length of the batch is compared with the model's positions below.

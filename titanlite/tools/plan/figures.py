@@ -257,7 +257,7 @@ def _boxes(boxes: Sequence[tuple[float, float, int]], **looks: object) -> PathPa
 
 
 def _paler(colour: str, place: int, of: int) -> str:
-    """Return the colour of a rank's first, second, ... stage."""
+    """Return the colour of a rank's stage `place` of `of`: the first has `colour`, later ones are paler."""
     white = 0.5 * place / max(of - 1, 1)
     return to_hex([part + (1 - part) * white for part in to_rgb(colour)])
 
