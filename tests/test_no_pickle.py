@@ -34,7 +34,7 @@ METHODS = ("recv", "all_gather_object", "broadcast_object_list", "gather_object"
 AMONG_OWN_PROCESSES = {
     "checkpoint/checkpointer.py": {".gather_object", ".broadcast_object_list"},
     "checkpoint/ranks.py": {".all_gather_object"},
-    "data/loader.py": {".all_gather_object"},
+    "techniques/data/streaming.py": {".all_gather_object"},
     "data/token_cache.py": {".all_gather_object"},
     "tools/forkserver.py": {"multiprocessing"},
     "launch/process_group.py": {".all_gather_object"},
