@@ -52,18 +52,18 @@ LINES_OF_A_RANK_OF_MANY_TECHNIQUES = 11_650
 LINES_OF_A_DEBUG_RUN, LINES_WITH_A_TOKEN_CACHE = 10_300, 9_950
 LINES_OF_THE_PACKAGE = 30_122
 CEILINGS = {
-    "heart": 3502,
+    "heart": 3508,
     "config": 2787,
     "config of Hugging Face": 1333,
-    "data": 2294,
-    "checkpoint": 1736,
+    "data": 2287,
+    "checkpoint": 1723,
     "launch": 2076,
     "metrics": 823,
     "files": 321,
     "hf": 931,
-    "techniques": 4649,
-    "tools": 9316,
-    "other": 352,
+    "techniques": 4668,
+    "tools": 9312,
+    "other": 342,
 }
 """Lines that each part of the package may have. They are fixed: a part that grows takes from itself, and a ceiling is
 changed only in a commit that says what left."""

@@ -28,6 +28,7 @@ from tests.parallel.test_parity import resolve
 from titanlite.build_llama import build_block
 from titanlite.checkpoint import export
 from titanlite.config import ConfigError
+from titanlite.config.own import take_own
 from titanlite.launch.other_processes import children
 from titanlite.parallel import mesh
 from titanlite.techniques.own import Own, load_own
@@ -283,6 +284,15 @@ def test_a_loss_of_gathered_logits_needs_no_group(ranks, tmp_path: Path):
         ("x = 1\ny = z", "line 2: NameError: name 'z' is not defined"),
         ("x = (", "line 1: SyntaxError: "),
         (None, "expected FILE.py:NAME: "),
+        ("import sys\nsys.exit(0)", "line 2: SystemExit: 0"),
+        ("x = 1\n\nopen('/nowhere')", "line 3: FileNotFoundError: "),
+        ("x = '\0'", ":own: SyntaxError: source code string cannot contain null bytes"),
+        ("from titanlite import Own\nmine = Own()", "'own' is no titanlite.Own of this file; it has mine"),
+        ("from titanlite import Own\nown = Own(loss=3)", "line 2: ConfigError: own.loss: 3: expected a function"),
+        (
+            "from titanlite import Own\nown = Own(styles={'feed_forward.up': 'colwise'})",
+            "line 2: ConfigError: own.styles: feed_forward.up: expected a ParallelStyle of torch, as ColwiseParallel()",
+        ),
     ],
 )
 def test_a_file_that_is_wrong_is_a_line(tmp_path: Path, text: str | None, line: str):
@@ -292,6 +302,24 @@ def test_a_file_that_is_wrong_is_a_line(tmp_path: Path, text: str | None, line: 
     with pytest.raises(ConfigError) as caught:
         load_own(f"{file}:own")
     assert line.replace("'own'", '"own"') in caught.value.problems[0]
+
+
+def test_a_pipe_and_an_empty_name_are_lines(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe.py")
+    with pytest.raises(ConfigError, match=r"pipe\.py:own: expected FILE\.py:NAME: .*expected a regular file"):
+        load_own(f"{tmp_path / 'pipe.py'}:own")
+    with pytest.raises(ConfigError, match=r"expected FILE\.py:NAME"):
+        take_own(["debug", "--own="])
+
+
+def test_styles_count_without_an_own_block(tmp_path: Path):
+    from titanlite import build
+
+    own = Own(styles={"feed_forward.w1": ColwiseParallel()})
+    job = resolve(tmp_path, 2, TP).with_own(own)
+    stage = build.meta_model(job)
+    own.prepare(stage, job.model, job.training, job.parallelism)
+    assert all(block.styles == own.styles for block in stage.layers.values())
 
 
 def test_no_folder_comes_onto_the_path(tmp_path: Path):
@@ -483,7 +511,7 @@ def test_runs_in_one_process_return_and_leave_nothing(tmp_path: Path):
             diverges = [*argv, f"--job.dump_folder={tmp_path}/nan", "--optimizer.lr=1e38", "--training.steps=9"]
             with pytest.raises(titanlite.TrainingError, match=r"not finite|is nan|is inf"):
                 titanlite.run(diverges)
-            before = left_behind()  # what the first runs import remains
+            before = left_behind()  # the imports of the first runs remain
         folder = f"--job.dump_folder={tmp_path / str(number)}"
         results.append(titanlite.run([*argv, folder], own=f"{OWN}/layer_norms.py:own"))
     assert left_behind() == before

@@ -9,22 +9,18 @@ import torch
 import torch.distributed as dist
 
 from titanlite import config
-from titanlite.checkpoint.export import export_last_step
-from titanlite.checkpoint.initial_weights import check_initial_weights
 from titanlite.config import Config, ConfigError, Launch
 from titanlite.config.errors import TrainingError
 from titanlite.config.launch import quantity
 from titanlite.launch import process, progress
 from titanlite.launch.process_group import options_of_run, process_group
-from titanlite.launch.run_folders import check_writable, folders_of_run, lock_run
-from titanlite.launch.same_config import require_same
 from titanlite.parallel import mesh
 from titanlite.techniques.own import Own, load_own
 from titanlite.tools.parity.standard_set import verdicts
 from titanlite.tools.plan.planner import make_plan
 from titanlite.tools.plan.result import Plan
 from titanlite.torch_workarounds import forget_meshes
-from titanlite.train import train
+from titanlite.train import claim_folders, export_weights, train
 
 
 class RunResult(NamedTuple):
@@ -59,26 +55,20 @@ def run(argv: list[str], own: Own | str = "") -> RunResult:
     if dist.is_initialized():
         raise ConfigError(["titanlite.run: this process has a process group of its own; destroy it first"])
     options = config.check(loaded, launch)
-    job, checkpoint, is_deterministic = options.job, options.checkpoint, torch.are_deterministic_algorithms_enabled()
+    folder, is_deterministic = options.job.dump_folder, torch.are_deterministic_algorithms_enabled()
 
     def end(message: str) -> None:
         lost.append(message)
         signals.stopping = True
 
     try:
-        folders = folders_of_run(job, checkpoint, options.metrics, options.profiling)
-        if launch.local_rank == 0:
-            check_initial_weights(job, checkpoint, options.model, loaded.origins)
-            check_writable(folders)
-        if launch.rank == 0:
-            lock_run(folders, job, lost=end)
-        with torch.random.fork_rng(range(launch.n_devices)), process_group(launch, options.comm, job.dump_folder):
-            require_same(options_of_run(options))
+        claim_folders(options, launch, loaded.origins, lost=end)
+        group = process_group(launch, options.comm, folder, options_of_run(options))
+        with torch.random.fork_rng(range(launch.n_devices)), group:
             metrics = train(options, launch, signals)
         if lost:
             raise TrainingError(lost[0])
-        if checkpoint.last_save_in_hf and launch.rank == 0:
-            export_last_step(Path(job.dump_folder) / checkpoint.folder, options.training.steps, checkpoint.export_dtype)
+        export_weights(options, launch)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -88,7 +78,7 @@ def run(argv: list[str], own: Own | str = "") -> RunResult:
         process.clean_up()
         progress.train_timeout = None
         torch.use_deterministic_algorithms(is_deterministic)
-    return RunResult(metrics.get("loss_metrics/global_avg_loss"), Path(job.dump_folder), metrics)
+    return RunResult(metrics.get("loss_metrics/global_avg_loss"), Path(folder), metrics)
 
 
 def plan(argv: list[str], own: Own | str = "") -> Plan:

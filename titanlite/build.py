@@ -202,8 +202,8 @@ def build_optimizer(
     config: Config, model: Llama, stages: Collection[Llama] = (), layout: Layout | None = None
 ) -> torch.optim.Optimizer:
     """Return the optimizer of a model whose weights FSDP gathers for these stages, if any. Every rank must call it."""
-    own = config.own.optimizer and config.own.optimizer(model, config.optimizer)
-    optimizer = own or optimizer_for(model, config.optimizer, layout.mesh if layout else None)
+    build = config.own.optimizer or functools.partial(optimizer_for, mesh=layout.mesh if layout else None)
+    optimizer = build(model, config.optimizer)
     if stages and config.float8.precompute_float8_dynamic_scale_for_fsdp:
         from titanlite.parallel.float8 import precompute_scales
 
@@ -238,14 +238,9 @@ def optimizer_for(model: Llama, section: Optimizer, mesh: DeviceMesh | None = No
 
 
 def build_data(config: Config, *, builds_cache: bool) -> Data:
-    """Return the training sequences, the validation sequences if they are enabled, and the identity of the data.
-
-    Args:
-        builds_cache: whether this rank tokenizes where there is no token cache yet; one rank of each node does.
-
-    Raises:
-        ConfigError: if the data cannot be read or differs between ranks, or the tokenizer does not fit the model.
-    """
+    """Return the training sequences, the validation sequences if they are enabled, and the identity of the data. The
+    rank with `builds_cache`, one of each node, tokenizes where there is no token cache yet. Raises ConfigError if the
+    data cannot be read or differs between ranks, or the tokenizer does not fit the model."""
     if config.own.data:
         from titanlite.techniques.data.own import open_own
 

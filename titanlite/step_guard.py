@@ -78,15 +78,9 @@ class StepGuard:
         return self._outliers.taken(totals.norm, finite) if self._outliers else finite
 
     def settle(self, step: int, loss: float, norm: float, own_loss_sum: Tensor, checkpoints: Confirming) -> None:
-        """Count a step by its loss and gradient norm, and report one that was not taken.
-
-        Args:
-            own_loss_sum: the sum of this rank's token losses, by which a rank without a finite loss is named.
-
-        Raises:
-            TrainingError: if more steps than training.nonfinite_steps_allowed have no finite loss and gradient norm, or
-                a full window of steps in a row were outliers.
-        """
+        """Count a step by its loss and gradient norm, and report one that was not taken; `own_loss_sum`, this rank's
+        sum of token losses, names the ranks without a finite loss. Raises TrainingError if more steps than
+        training.nonfinite_steps_allowed have no finite loss and norm, or a full window of steps were outliers."""
         scale = self._loss_scale
         overflowed = scale is not None and math.isfinite(loss) and not math.isfinite(norm)
         if overflowed and scale.value > 1:

@@ -12,7 +12,7 @@ data or the checkpoint is wrong (one line per problem); 1 anything else.
 import functools
 import os
 import sys
-from contextlib import closing
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -74,8 +74,8 @@ def train(config: Config, launch: Launch, signals: process.Signals) -> dict[str,
     validator = build.build_validator(run, train_step)
     parameters, is_first, is_last, values = list(model.parameters()), True, False, dict[str, float]()
 
-    profiling, closed = profilers(config.job, config.profiling, launch.rank), (closing(loader), closing(logger))
-    with closed[0], closed[1], checkpoints.finished_on_error(), profiling as profile, collected_garbage() as collect:
+    profiling = profilers(config.job, config.profiling, launch.rank)
+    with loader, checkpoints.finished_on_error(), profiling as profile, collected_garbage() as collect:
         for step in groups.steps(last_step, training.steps):
             mark("waiting for data", step)
             with meter.waiting_for_data():
@@ -132,7 +132,8 @@ def train(config: Config, launch: Launch, signals: process.Signals) -> dict[str,
         test = functools.partial(loss_after_training, step + 1, loader, train_step, optimizer, guard.loss_scale)
         checkpoints.end(groups.final_step(step, is_last=is_last), state, test)
         mark("ending the run")
-    checkpoints.close()
+    for each in (logger, checkpoints):
+        each.close()
     guard.report_divergence(config.model.vocab_size)
     return values
 
@@ -147,6 +148,28 @@ def loss_after_training(
     return (loss_sum / valid).item()
 
 
+def claim_folders(config: Config, launch: Launch, origins: dict[str, str], lost: Callable[[str], None]) -> None:
+    """Check the folders that a run reads and writes, and keep other runs out; see `lock_run`. Raises ConfigError."""
+    folders = folders_of_run(config.job, config.checkpoint, config.metrics, config.profiling)
+    if launch.local_rank == 0:
+        if config.checkpoint.initial_load_path != SEEDED:
+            from titanlite.checkpoint.initial_weights import check_initial_weights  # here, as few runs need it
+
+            check_initial_weights(config.job, config.checkpoint, config.model, origins)
+        check_writable(folders)
+    if launch.rank == 0:
+        lock_run(folders, config.job, lost)
+
+
+def export_weights(config: Config, launch: Launch) -> None:
+    """Write the last step as a Hugging Face folder if the config asks for it. The other ranks need not wait."""
+    if config.checkpoint.last_save_in_hf and launch.rank == 0:
+        from titanlite.checkpoint.export import export_last_step
+
+        folder = Path(config.job.dump_folder) / config.checkpoint.folder
+        export_last_step(folder, config.training.steps, config.checkpoint.export_dtype)
+
+
 def main(argv: list[str]) -> None:
     """Run one rank, as the launcher or torchrun starts it, and end its process with the exit status."""
     if "--help" in argv or "-h" in argv:
@@ -159,23 +182,11 @@ def main(argv: list[str]) -> None:
         launch = Launch.from_environment(torch.cuda.device_count())
         config = check(loaded := load_for_rank(argv), launch)
         with (rank := watch(launch, config.comm, config.job.dump_folder)):
-            folders = folders_of_run(config.job, config.checkpoint, config.metrics, config.profiling)
-            if launch.local_rank == 0:
-                if config.checkpoint.initial_load_path != SEEDED:
-                    from titanlite.checkpoint.initial_weights import check_initial_weights  # here, as few runs need it
-
-                    check_initial_weights(config.job, config.checkpoint, config.model, loaded.origins)
-                check_writable(folders)
-            if launch.rank == 0:
-                lock_run(folders, config.job, lost=lambda message: rank.end(f"error: {message}", status=1))
+            claim_folders(config, launch, loaded.origins, lost=lambda message: rank.end(f"error: {message}", status=1))
             process.keep_log(os.path.join(config.job.dump_folder, "logs"))
             with process_group(launch, config.comm, config.job.dump_folder, options_of_run(config)):
                 train(config, launch, process.signals)
-        if config.checkpoint.last_save_in_hf and launch.rank == 0:  # the other ranks need not wait for it
-            from titanlite.checkpoint.export import export_last_step
-
-            folder = Path(config.job.dump_folder) / config.checkpoint.folder
-            export_last_step(folder, config.training.steps, config.checkpoint.export_dtype)
+        export_weights(config, launch)
     except Exception as error:
         from titanlite.metrics.out_of_memory import explain_out_of_memory  # here, since most runs do without
 

@@ -156,6 +156,33 @@ def test_an_error_is_raised_where_the_batch_is_waited_for_each_time(monkeypatch)
     assert not loader._thread.is_alive()
 
 
+def test_an_error_does_not_wait_for_a_read_that_hangs():
+    hanging, reached = threading.Event(), threading.Event()
+
+    class Hanging:
+        def read(self, first: int, stride: int) -> Any:
+            yield numbered_sequences()[first], None
+            reached.set()
+            hanging.wait()
+
+    loader = open_loader(Hanging(), local_batch_size=1, global_batch_size=1)
+    reached.wait(10)
+    with pytest.raises(RuntimeError, match="a rank was lost"), loader:
+        raise RuntimeError("a rank was lost")
+    assert loader._thread.is_alive()
+    hanging.set()
+    loader._thread.join(10)
+    assert not loader._thread.is_alive()
+
+
+def test_an_error_ends_the_thread_of_data_that_are_read():
+    loader = open_loader(numbered_sequences(), local_batch_size=1)
+    with pytest.raises(RuntimeError), loader:
+        raise RuntimeError
+    loader._thread.join(10)
+    assert not loader._thread.is_alive()
+
+
 # Validation ----------------------------------------------------------------------------------------------------------
 
 

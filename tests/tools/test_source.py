@@ -11,13 +11,15 @@ from tests import test_architecture
 from titanlite.tools import source
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "source_debug.txt"
-OWN = """from titanlite import Own
+OWN = """from torch.optim import SGD
+
+from titanlite import Own
 
 
 def optimizer(model, section):
     if section.lr < 0:
         print("never")
-    return None
+    return SGD(model.parameters(), section.lr)
 
 
 def unused():
@@ -27,13 +29,13 @@ def unused():
 own = Own(optimizer=optimizer)
 """
 OWN_PRINTED = """
-       ... 1 line(s) not run
-    2
-    3
-    4  def optimizer(model, section):
-    5      if section.lr < 0:
+       ... 3 line(s) not run
+    4
+    5
+    6  def optimizer(model, section):
+    7      if section.lr < 0:
                ... 1 line(s) not run
-    7      return None
+    9      return SGD(model.parameters(), section.lr)
        ... 7 line(s) not run
 """
 HEADING = re.compile(r"^(\S+\.py): (\d+) of (\d+) lines run$", re.MULTILINE)
@@ -100,7 +102,7 @@ def test_the_layout_decides(debug_cp: str):
 
 
 def test_an_own_file_is_printed(debug_cp: str, own_file: Path):
-    assert f"{own_file}: 3 of 14 lines run\n" in debug_cp
+    assert f"{own_file}: 3 of 16 lines run\n" in debug_cp
     assert files_of(debug_cp)[str(own_file)].rstrip() == OWN_PRINTED.rstrip()
 
 

@@ -192,7 +192,7 @@ def _problem_of(manifest: Manifest) -> str:
 def _problem_of_slices(slices: list[tuple[int, list[int], list[int]]], shape: list[int], n_files: int) -> str:
     """Return what is wrong with the slices of a tensor: they must cover each element once."""
     files = [file for file, _, _ in slices]
-    if len(set(files)) < len(files) or max(files, default=0) >= n_files:
+    if len(set(files)) < len(files) or max(files, default=-1) >= n_files:
         return "each slice must be in another file, and the file must exist"
     for _, offset, size in slices:
         fits = len(offset) == len(size) == len(shape)

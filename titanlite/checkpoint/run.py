@@ -52,17 +52,8 @@ class NoCheckpoints:
 
     def begin(self, options: Model, seed: int) -> dict[str, Any]:
         """Load the newest checkpoint, else the weights of checkpoint.initial_load_path, else leave the initial ones.
-
-        Args:
-            options: the [model] section.
-            seed: the seed of the initial weights, to be printed.
-
-        Returns:
-            The saved state with its `step`; empty without a checkpoint.
-
-        Raises:
-            ConfigError: if what is to be loaded is damaged or does not fit the run.
-        """
+        `options` is the [model] section, `seed` the seed of the initial weights, to be printed. Return the saved state
+        with its `step`; without a checkpoint, an empty one. Raises ConfigError if it is damaged or does not fit."""
         mark("loading a checkpoint")
         place, weights = self.checkpoint.initial_load_path, f"initial, by debug.seed = {seed}"
         if place != SEEDED:
@@ -90,13 +81,9 @@ class NoCheckpoints:
         Raises TrainingError as Checkpointer.save does."""
 
     def end(self, step: int, state: RunState, last_loss: Callable[[], float]) -> None:
-        """Wait for the last checkpoint, and test it if no later step has tested it. Raises TrainingError if one could
-        not be written or the loss is not finite.
-
-        Args:
-            step: the step of the weights; it is saved unless it was saved before.
-            last_loss: returns the loss of a further batch with these weights. Every rank calls it.
-        """
+        """Save the step of the weights unless it was saved before, wait for the last checkpoint, and test it if no
+        later step has tested it, by `last_loss`, the loss of a further batch with these weights. Every rank calls it.
+        Raises TrainingError if a checkpoint could not be written or the loss is not finite."""
 
     def metrics(self) -> dict[str, float]:
         """Return the values since the last call, by tag."""

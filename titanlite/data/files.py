@@ -279,7 +279,7 @@ def rows_at_a_time(n_rows: int, n_bytes: int) -> int:
 def _parquet(path: Path) -> Any:
     import pyarrow.parquet  # here, since a run on other data does not need it
 
-    return pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**20)  # read a row group in parts
+    return pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**20)  # reads a row group in chunks
 
 
 def _parquet_rows(training: Training, path: Path, segment: Segment, columns: Sequence[str]) -> Iterator[Row]:

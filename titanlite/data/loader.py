@@ -155,13 +155,19 @@ class Loader:
         """Have `next` return once more the batches that it returned last."""
         self._again, self.position = batches, self.position - self.training.global_batch_size
 
-    def close(self) -> None:
-        """End the thread."""
+    def close(self, error: object = None, *_: object) -> None:
+        """End the thread. With an error, do not wait for it: a read may hang, and the error is to be reported."""
         self._closed = True
         while self._thread.is_alive():
             with contextlib.suppress(queue.Empty):
                 self._ready.get_nowait()
+            if error:
+                return
             self._thread.join(0.01)
+
+    def __enter__(self) -> None: ...
+
+    __exit__ = close
 
     def state(self) -> dict[str, Any]:
         """Return where the run stands in its data, over all ranks, as plain JSON. Every rank must call it."""

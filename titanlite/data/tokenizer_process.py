@@ -1,7 +1,7 @@
 """A Hugging Face tokenizer in a process of its own, and processes that tokenize shards with it (worker.py)."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,9 @@ from titanlite.launch.process import available_cores
 class ShardWorker(Worker):
     """Builds shards of a token cache in a process of its own."""
 
-    def build_shard(
-        self,
-        path: Path,
-        dtype: DType,
-        number: int,
-        segments: list[Segment],
-        options: CacheOptions,
-        report: Callable[[int, int, list[str]], None],
-    ) -> Shard:
-        """Build a shard in that process, as shard_builder.build_shard does."""
+    def build_shard(self, *arguments: Any) -> Shard:
+        """Build a shard there. The arguments are those of shard_builder.build_shard up to `report`."""
+        *of_shard, options, report = arguments
         at = "", 0
 
         def received(kind: str, *content: Any) -> None:
@@ -38,7 +31,7 @@ class ShardWorker(Worker):
                 at = content
 
         where = {"where": lambda: f" at {place(options.source.training, *at)}, or near it"}
-        return self.call(_build_and_send, path, dtype, number, segments, options, **where, received=received)
+        return self.call(_build_and_send, *of_shard, options, **where, received=received)
 
 
 class TokenizerProcess(ShardWorker, HuggingFaceTokenizer):

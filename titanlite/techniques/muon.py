@@ -49,11 +49,8 @@ def is_orthogonalized(name: str, parameter: Tensor) -> bool:
 
 
 def newton_schulz(matrix: Tensor, n_steps: int) -> Tensor:
-    """Return approximately the nearest orthogonal matrix, U V^T of the singular value decomposition.
-
-    Args:
-        matrix: [..., rows, columns]. The iteration computes in its data type.
-    """
+    """Return approximately the nearest orthogonal matrix, U V^T of the singular value decomposition, of a matrix
+    [..., rows, columns]. The iteration computes in its data type."""
     a, b, c = COEFFICIENTS
     transposed = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.mT if transposed else matrix

@@ -2,9 +2,10 @@
 
 import dataclasses
 import hashlib
-import importlib.util
+import os
 import sys
 import traceback
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.own import Parts
+from titanlite.config.regular_file import read_file
 from titanlite.config.schema import Model, Parallelism, Training
 from titanlite.launch.arguments import Parser
 from titanlite.loss import IGNORED
@@ -22,6 +25,7 @@ from titanlite.model import Block, Llama
 from titanlite.parallel.own_rules import ShardsWeights
 from titanlite.parallel.tensor import BLOCK_STYLES
 
+LARGEST_FILE = 2**24  # bytes of a file of own parts
 GATHER = "reduce over `group`, or set parallelism.disable_loss_parallel = true"
 
 
@@ -30,6 +34,16 @@ class Own(Parts):
     """Holds the user's own parts of a run; titanlite's are used for the others (titanlite/config/own.py)."""
 
     digest: str = "in Python"
+
+    def __post_init__(self) -> None:
+        parts = {key: getattr(self, key) for key in ("block", "loss", "data", "optimizer", "metrics")}
+        wrong = [
+            f"own.{key}: {part!r:.40}: expected a function" for key, part in parts.items() if not callable(part or id)
+        ]
+        names = [name for name, style in self.styles.items() if not isinstance(style, ParallelStyle)]
+        wrong += [f"own.styles: {name}: expected a ParallelStyle of torch, as ColwiseParallel()" for name in names]
+        if wrong:
+            raise ConfigError(wrong)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if not self.place:
@@ -43,8 +57,10 @@ class Own(Parts):
         if len(stage.layers) == model.n_layers and (unknown := self.styles.keys() - existing):
             expected = "expected the name of a module in its block, as feed_forward.up"
             raise ConfigError([f"own.styles: {name}: no block has it; {expected}" for name in sorted(unknown)])
-        for layer, block in stage.layers.items() if self.block else ():
+        for layer, block in stage.layers.items():
             block.styles = self.styles
+            if not self.block:
+                continue
             found = dict(self._wrong_names(block, parallelism.tensor_parallel_degree > 1))
             found = found or _wrong_forward(block, model)
             names = {name for name, _ in block.named_modules()}
@@ -147,19 +163,25 @@ def load_own(place: str | Parts) -> Parts:
     if not place or isinstance(place, Parts):
         return place or Parts()
     file, _, name = place.rpartition(":")
-    path = Path(file).absolute()
+    path = Path(os.path.expanduser(file)).absolute()
+    module = sys.modules[f"own_{path.stem}"] = types.ModuleType(f"own_{path.stem}")
+    module.__file__ = str(path)
     try:
-        content = path.read_bytes()
-        spec = importlib.util.spec_from_file_location(f"own_{path.stem}", path)
-        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        content = read_file(path, LARGEST_FILE)
+    except OSError as error:
+        raise ConfigError([f"--own {place}: expected FILE.py:NAME: {error}"]) from None
+    try:
         exec(compile(content, str(path), "exec"), module.__dict__)
-    except Exception as error:
-        line = getattr(error, "lineno", None) or traceback.extract_tb(error.__traceback__)[-1].lineno
-        where = "expected FILE.py:NAME" if isinstance(error, OSError) else f"line {line}: {type(error).__name__}"
-        raise ConfigError([f"--own {place}: {where}: {error}"]) from error
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [getattr(error, "lineno", None), *(frame.lineno for frame in frames if frame.filename == str(path))]
+        where = f"line {lines[-1]}: " if lines[-1] else ""
+        problem = f"{where}{type(error).__name__}: {'; '.join(str(error).splitlines())}"
+        raise ConfigError([f"--own {place}: {problem}"]) from error
     own = getattr(module, name, None)
     if not isinstance(own, Own):
-        raise ConfigError([f"--own {place}: {show(name)} is no titanlite.Own of this file"])
+        there = ", ".join(key for key, value in vars(module).items() if isinstance(value, Own)) or "none"
+        raise ConfigError([f"--own {place}: {show(name)} is no titanlite.Own of this file; it has {there}"])
     digest = hashlib.sha256(content).hexdigest()[:16]
     return dataclasses.replace(own, place=f"{path}:{name}", digest=f"{path.name}:{name} {digest}")
 
@@ -169,4 +191,4 @@ def take_own(argv: list[str]) -> tuple[Parts, list[str]]:
     parser = Parser("titanlite COMMAND CONFIG --own FILE.py:NAME", None)
     parser.add_argument("--own", default="", metavar="FILE.py:NAME")
     arguments, others = parser.parse_known_args(argv)
-    return load_own(arguments.own), others
+    return load_own(arguments.own or ":"), others

@@ -70,12 +70,8 @@ class CachedAttention(nn.Module):
 
 
 def attach_cache(model: Llama, *, n_sequences: int, length: int, n_kv_heads: int) -> Step:
-    """Allocate the cache of each block and let its attention use it. Returns the Step to set before each forward.
-
-    Args:
-        length: positions of a sequence.
-        n_kv_heads: KV heads of this rank.
-    """
+    """Allocate the cache of each block, for `length` positions of a sequence and the KV heads of this rank, and let its
+    attention use it. Returns the Step to set before each forward."""
     step = Step()
     for block in model.layers.values():
         attention, weight = block.attention, block.attention.wo.weight
