@@ -130,7 +130,7 @@ def train(config: Config, launch: Launch, signals: process.Signals) -> dict[str,
                 log_rank0(f"asked to stop: ended after step {step}{unsaved}")
                 break
         test = functools.partial(loss_after_training, step + 1, loader, train_step, optimizer, guard.loss_scale)
-        checkpoints.end(groups.final_step(step, is_last=is_last), state, test)
+        checkpoints.end(groups.final_step(step), state, test)
         mark("ending the run")
     for each in (logger, checkpoints):
         each.close()

@@ -126,8 +126,8 @@ class OneGroup:
         loss, *others = sum_over_ranks(loss_sum, signals, *counts)
         return Totals(torch.stack([loss / valid, norm, *others]))
 
-    def final_step(self, step: int, *, is_last: bool) -> int:
-        """Return the step whose weights the run ends with, once `step` is done; `is_last`: whether it was the last."""
+    def final_step(self, step: int) -> int:
+        """Return the step whose weights the run ends with, once it has taken `step`."""
         return step
 
     def metrics(self) -> dict[str, float]:
