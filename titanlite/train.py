@@ -188,7 +188,7 @@ def main(argv: list[str]) -> None:
                 train(config, launch, process.signals)
         export_weights(config, launch)
     except Exception as error:
-        from titanlite.metrics.out_of_memory import explain_out_of_memory  # here, since most runs do without
+        from titanlite.metrics.out_of_memory import explain_out_of_memory  # imported here, since most runs do without
 
         fail(explain_out_of_memory(error), rank)
     process.exit_process(0)

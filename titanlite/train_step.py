@@ -184,7 +184,7 @@ class TrainStep:
     parallelism: Parallelism
     device: torch.device
     contributes_loss: bool
-    """Whether this rank's tokens and losses count. Of the ranks that work on the same tokens, only one contributes."""
+    """Whether this rank's tokens and losses count. Only one of the ranks that work on the same tokens contributes."""
     max_norm: float
     """Gradients are clipped to this norm."""
     balance: Balance | None = None
