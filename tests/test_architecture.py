@@ -60,7 +60,7 @@ CEILINGS = {
     "launch": 2076,
     "metrics": 823,
     "files": 321,
-    "hf": 931,
+    "hf": 882,
     "techniques": 4668,
     "tools": 9312,
     "other": 342,
