@@ -172,15 +172,12 @@ def to_hf(names: Sequence[str], tensors: Sequence[Tensor], model: Model) -> Tens
     """Return the tensor in transformers that contains these full tensors of ours, in the order of `names`."""
     if is_stacked(names[0], model):
         return stacked_experts.to_hf(names, tensors)
-    ordered = [_in_their_order(*each, model) for each in zip(names, tensors, strict=True)]
+    ordered = [
+        tensor[hf_rows(name, torch.arange(len(tensor)), model).argsort()] if rotated_channels(name, model) else tensor
+        for name, tensor in zip(names, tensors, strict=True)
+    ]
     tensor = ordered[0] if len(ordered) == 1 else torch.cat(ordered)
     return tensor.T.contiguous() if is_transposed(names[0], model) else tensor
-
-
-def _in_their_order(name: str, tensor: Tensor, model: Model) -> Tensor:
-    if not rotated_channels(name, model):
-        return tensor
-    return tensor[hf_rows(name, torch.arange(len(tensor)), model).argsort()]
 
 
 def hf_tensors(model: Model, names: Iterable[str]) -> dict[tuple[str, ...], list[str]]:
