@@ -8,6 +8,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from titanlite.config.loader import read_toml
 from titanlite.parallel import tiled_attention
 
 
@@ -130,32 +132,13 @@ class Segment(NamedTuple):
 ALL, BUFFER = -1, "buffer"
 NORM, NORM_BACKWARD = "aten._fused_rms_norm", "aten._fused_rms_norm_backward"
 
-# fmt: off
-COLLECTIVES = {
-    "c10d._allgather_base_": ("all_gather", 0), "c10d.allgather_": ("all_gather", 0),
-    "c10d.allgather_into_tensor_coalesced_": ("all_gather", 0),
-    "c10d._reduce_scatter_base_": ("reduce_scatter", 1), "c10d.reduce_scatter_": ("reduce_scatter", 1),
-    "c10d.reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
-    "c10d.allreduce_": ("all_reduce", 0), "c10d.allreduce_coalesced_": ("all_reduce", 0),
-    "c10d.alltoall_base_": ("all_to_all", ALL), "c10d.broadcast_": ("broadcast", 0),
-    "c10d.send": ("send", 0), "c10d.recv_": ("receive", 0),
-    "_c10d_functional.all_gather_into_tensor": ("all_gather", None),
-    "_c10d_functional.reduce_scatter_tensor": ("reduce_scatter", 0),
-    "_c10d_functional.all_reduce": ("all_reduce", 0), "_c10d_functional.all_to_all_single": ("all_to_all", ALL),
-}
-"""By operator: the name of the collective, and the index of the argument that is the full tensor (None: the result;
-ALL: the largest of the arguments and the result)."""
-VIEWS = frozenset((
-    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "view",
-    "_unsafe_view", "_reshape_alias", "wait_tensor", "lift_fresh", "set_", "is_same_size", "resize_",
-))
-"""Operators that move no data: they allocate uninitialized memory, or return a view."""
-COPIES = frozenset((
-    "aten.copy_", "aten._foreach_copy_", "fsdp.chunk_cat", "fsdp.split_with_sizes_copy",
-))
-"""Operators that do not read what they change."""
+_TABLES = read_toml(str(Path(__file__).with_name("op_trace.toml")))
+VIEWS, COPIES = frozenset(_TABLES["views"]), frozenset(_TABLES["copies"])
+"""Operators that move no data, and operators that do not read what they change."""
+COLLECTIVES: dict[str, list[Any]] = _TABLES["collectives"]
+"""By operator: the name of the collective, and the index of the argument that is the full tensor, if there is one. ALL:
+the largest of the arguments and the result."""
 COPY_IN = "fsdp.all_gather_copy_in"
-# fmt: on
 
 
 class OpTrace(TorchDispatchMode):
@@ -262,11 +245,11 @@ class OpTrace(TorchDispatchMode):
 
     def _record_collective(self, name: str, args: tuple[Any, ...], inputs: list[Tensor], outputs: list[Tensor]) -> None:
         written_to = self._allocations(name, [args[0]] if name == "c10d.alltoall_base_" else outputs)
-        collective, index = COLLECTIVES[name]
-        if index == ALL:
+        collective, *index = COLLECTIVES[name]
+        if index == [ALL]:
             size = max(map(_n_bytes, inputs + outputs))
         else:
-            size = sum(map(_n_bytes, outputs if index is None else _tensors_in(args[index])))
+            size = sum(map(_n_bytes, _tensors_in(args[index[0]]) if index else outputs))
         self.record(Communication(collective, _group_of(args), size, tuple(written_to), self._known(inputs)))
 
     def _allocations(self, name: str, tensors: list[Tensor]) -> list[Allocation]:
