@@ -10,7 +10,7 @@ from rich.text import Text
 
 from titanlite.metrics.summary import describe_mesh, describe_precision
 from titanlite.tools.plan.connections import gloo_connections, process_groups
-from titanlite.tools.plan.efficiency import PINNING
+from titanlite.tools.plan.efficiency import ANY
 from titanlite.tools.plan.expert_load import expert_load
 from titanlite.tools.plan.hints import hints
 from titanlite.tools.plan.result import Plan, devices_per_node
@@ -220,7 +220,7 @@ def checkpoint_line(plan: Plan) -> str:
     stop = copy + (max(seconds - between, 0.0) if is_async else seconds)
     line += f"a save stops training for {stop:,.1f} s, {stop / (stop + between):.1%} of the time"
     line += ": it waits for the one before" if is_async and seconds > between else ""
-    first, least, most = (copy + pinned / rate for rate in (PINNING.expected, PINNING.high, PINNING.low))
+    first, least, most = (copy + pinned / rate for rate in (ANY.pinning.expected, ANY.pinning.high, ANY.pinning.low))
     once = f"; the first for {first:,.0f} s ({least:,.0f} to {most:,.0f}), pinning {pinned / GIB:,.1f} GiB of each node"
     return line + (once if is_async and pinned else "")
 
