@@ -53,7 +53,7 @@ LINES_OF_A_DEBUG_RUN, LINES_WITH_A_TOKEN_CACHE = 10_300, 9_950
 LINES_OF_THE_PACKAGE = 30_122
 CEILINGS = {
     "heart": 3508,
-    "config": 2758,
+    "config": 2741,
     "config of Hugging Face": 1206,
     "data": 2273,
     "checkpoint": 1723,
@@ -62,7 +62,7 @@ CEILINGS = {
     "files": 321,
     "hf": 879,
     "techniques": 4668,
-    "tools": 9120,
+    "tools": 9116,
     "other": 342,
 }
 """Lines that each part of the package may have. They are fixed: a part that grows takes from itself, and a ceiling is
