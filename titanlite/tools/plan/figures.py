@@ -19,7 +19,7 @@ from matplotlib.path import Path as Outline
 from titanlite.tools.html_page import WIDTH, figure_style, page, printed, svg_figure
 from titanlite.tools.plan.memory_timeline import Point
 from titanlite.tools.plan.report import GIB, report, speed_line, time_shares, verdict
-from titanlite.tools.plan.result import Plan, RankPlan
+from titanlite.tools.plan.result import Plan
 from titanlite.tools.plan.segments import Pass
 
 # Persistent kinds are the lowest, so that the others change above a flat area. Neighbours also differ in lightness, so
@@ -95,9 +95,15 @@ def _memory_caption(plan: Plan) -> str:
 def memory_figure(plan: Plan) -> Figure:
     """Draw GiB on the device by kind, stacked, over the step of the rank that needs the most, with peak and limit."""
     figure = Figure((WIDTH, 4.2), layout="constrained")
-    axes, rank, kinds = figure.add_subplot(), plan.worst, _kinds(plan)
-    _stack(axes, rank, kinds, MAX_POINTS)
-    limit, peak = _limit(plan, rank), rank.peak.total / GIB
+    axes, rank = figure.add_subplot(), plan.worst
+    kinds = [kind for kind in KIND_COLOURS if any(point.bytes[kind] > 0 for point in rank.points)]
+    numbers = thinned(rank.points, MAX_POINTS)
+    # Rounding of allocations can leave a kind some bytes below zero.
+    heights = [[max(rank.points[number].bytes[kind], 0) / GIB for number in numbers] for kind in kinds]
+    axes.stackplot(numbers, heights, colors=[KIND_COLOURS[kind] for kind in kinds], linewidth=0)
+    axes.set_xlim(0, len(rank.points) - 1)
+    axes.spines[["top", "right"]].set_visible(False)
+    limit, peak = (plan.device.memory - sum(rank.overhead.values())) / GIB, rank.peak.total / GIB
     near = limit < 2.5 * peak  # a line far above would leave the curve itself no height
     top = 1.2 * max(peak, limit if near else 0)
     axes.set(ylim=(0, top), ylabel="GiB")
@@ -184,25 +190,6 @@ def thinned(points: Sequence[Point], most: int) -> list[int]:
         numbers = range(begin, min(begin + stretch, len(points)))
         chosen |= {choose(numbers, key=lambda number: points[number].total) for choose in (max, min)}
     return sorted(chosen)
-
-
-def _kinds(plan: Plan) -> list[str]:
-    """Return the kinds that some rank has on its device at some moment, from the lowest in the figure."""
-    return [kind for kind in KIND_COLOURS if any(point.bytes[kind] > 0 for rank in plan.ranks for point in rank.points)]
-
-
-def _limit(plan: Plan, rank: RankPlan) -> float:
-    """Return how many GiB a rank has for tensors."""
-    return (plan.device.memory - sum(rank.overhead.values())) / GIB
-
-
-def _stack(axes: Axes, rank: RankPlan, kinds: Sequence[str], most: int) -> None:
-    numbers = thinned(rank.points, most)
-    # Rounding of allocations can leave a kind some bytes below zero.
-    heights = [[max(rank.points[number].bytes[kind], 0) / GIB for number in numbers] for kind in kinds]
-    axes.stackplot(numbers, heights, colors=[KIND_COLOURS[kind] for kind in kinds], linewidth=0)
-    axes.set_xlim(0, len(rank.points) - 1)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _name_phases(axes: Axes, points: Sequence[Point]) -> None:
