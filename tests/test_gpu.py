@@ -213,7 +213,7 @@ def test_parity_command_under_torchrun(folder, n_ranks, axis, dtype):
         pytest.skip(f"needs {n_ranks} CUDA devices")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_ranks}"]
     arguments = [str(folder / "gpu.toml"), f"--dtype={dtype}", f"--parallelism.{axis}_parallel_degree={n_ranks}"]
-    command = [*launch, "-m", "titanlite.tools.parity", *arguments]
+    command = [*launch, "-m", "titanlite", "parity", *arguments]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count("\nequal: the largest difference") == 1

@@ -127,7 +127,7 @@ def parity(n_ranks: int, arguments: list[str]) -> dict[str, str]:
     torchrun += ["--master-addr=localhost", f"--master-port={port}"]
     nodes = [
         subprocess.Popen(
-            [*torchrun, f"--node-rank={rank}", "-m", "titanlite.tools.parity", *arguments],
+            [*torchrun, f"--node-rank={rank}", "-m", "titanlite", "parity", *arguments],
             env=os.environ | {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo"},
             stdout=subprocess.PIPE,
             text=True,

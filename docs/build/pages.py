@@ -4,8 +4,8 @@
 
 It writes the reading order in README.md, the table of parts there and in docs/architecture.md, the table of complex
 functions there, and commands.md, support.md and source_debug.txt in docs/reference/. tests/test_docs.py and
-tests/tools/test_source.py fail until they are what this script writes. `titanlite config --reference` writes
-docs/reference/config.md.
+tests/tools/test_source.py fail until they are what this script writes. It also writes config.md and the schema
+there (config_page.py).
 """
 
 import argparse
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from docs.build import config_page
 from docs.build.page_tables import with_table
 from tests import test_architecture, test_families, test_families_by_options
 from tests.helpers.cases import Case, marks_for
@@ -290,6 +291,7 @@ def main() -> None:
     ARCHITECTURE.write_text(architecture(ARCHITECTURE.read_text()))
     COMMANDS_PAGE.write_text(commands_page())
     SUPPORT_PAGE.write_text(support_page())
+    config_page.write()
 
 
 if __name__ == "__main__":

@@ -16,15 +16,18 @@ from titanlite.tools.from_torchtitan.conversion import (
     DEFAULT,
     MEANING_CHANGED,
     MISSING,
+    MODELS,
+    NOT_OFFERED,
     NOT_READ,
+    OF_0_2,
     RENAMED,
+    SAME,
     TAKEN,
     UNKNOWN,
     Conversion,
     Row,
 )
 from titanlite.tools.from_torchtitan.groups import convert
-from titanlite.tools.from_torchtitan.keys import MODELS, NOT_OFFERED, OF_0_2, SAME
 
 Values = dict[str, Any]
 # fmt: off

@@ -1,7 +1,5 @@
-"""Every option with its type, default and meaning, for the terminal, docs/reference/config.md and editors."""
+"""Every option with its type, default and meaning, for the terminal and docs/build/config_page.py."""
 
-import json
-import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,60 +21,22 @@ def help_text(arguments: Sequence[str] = ()) -> str:
     lines = [USAGE, "", config, f"{values}--help SECTION has one section.", ""]
     for section in named or sections_of(Config):
         lines.append(f"[{section}]")
-        for key, option in _options_in(section):
+        for key, option in options_in(section):
             lines.append(f"  --{section}.{key}   {expectation(option)}; default {default_of(option)}")
             lines.append(f"      {meaning_of(option)}")
-            lines += [f"      {text}" for text in _tables(option)]
+            lines += [f"      {text}" for text in tables_of(option)]
         lines.append("")
     return "\n".join(lines)
 
 
-def reference_markdown() -> str:
-    """Return docs/reference/config.md: one section per [section], each option with its type, default and meaning."""
-    text = "A config is a TOML file with these sections. Every option can also be set on the command line, as in "
-    text += "`--training.steps=100`; a bare `--section.key` means true. All nodes of a run need the same config, "
-    text += "except for the options that say otherwise."
-    origin = "<!-- Written by `titanlite config --reference` from titanlite/config/schema.py. -->"
-    lines = ["# Config reference", "", origin, "", *wrap(text)]
-    for section, kind in sections_of(Config).items():
-        lines += ["", f"## [{section}]"]
-        if kind.__doc__:
-            lines += ["", *wrap(kind.__doc__)]
-        for key, option in _options_in(section):
-            expected = expectation(option)
-            lines += ["", f"### {section}.{key}", ""]
-            default = default_of(option) if option.is_required() else f"`{default_of(option)}`"
-            lines += [*wrap(f"{expected[0].upper()}{expected[1:]}. Default: {default}."), ""]
-            lines += wrap(meaning_of(option))
-            for text in _tables(option):
-                lines += ["", *wrap(f"- {text}", indent="  ")]
-    return "\n".join(lines) + "\n"
-
-
-def json_schema() -> str:
-    """Return the JSON Schema of a config, the content of docs/reference/config.schema.json, with which editors complete
-    and check options. It lacks the rules between options."""
-    schema = {"$schema": "http://json-schema.org/draft-07/schema#", **Config.model_json_schema()}
-    for kind in {*sections_of(Config).values(), *filter(None, map(table_of, options_of(Config).values()))}:
-        section = schema["$defs"][kind.__name__]
-        section.pop("required", None)  # the flavor has what a model leaves out
-        if kind.__doc__:
-            section["description"] = " ".join(kind.__doc__.split())
-        for name, option in section["properties"].items():
-            option.pop("title", None)
-            if "$ref" not in option:
-                option["description"] = meaning_of(kind.model_fields[name])
-    return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
-
-
-def _tables(option: Any) -> list[str]:
+def tables_of(option: Any) -> list[str]:
     """Return a text about each key of an option's tables, if the option is an array of tables."""
     table = table_of(option)
     fields = table.model_fields.items() if table else ()
     return [f"{name}: {expectation(field)}; default {default_of(field)}. {meaning_of(field)}" for name, field in fields]
 
 
-def _options_in(section: str) -> list[tuple[str, Any]]:
+def options_in(section: str) -> list[tuple[str, Any]]:
     """Return the options of a section with their names in the section."""
     options = ((*key.rpartition(".")[::2], option) for key, option in options_of(Config).items())
     return [(name, option) for place, name, option in options if place == section]
@@ -89,9 +49,3 @@ def default_of(option: Any) -> str:
 
 def meaning_of(option: Any) -> str:
     return " ".join([*(option.description or "").split(), *([MAY_DIFFER] if MAY_DIFFER in option.metadata else [])])
-
-
-def wrap(text: str, indent: str = "") -> list[str]:
-    """Return the lines of a paragraph, at most 100 columns wide, all but the first one indented."""
-    limits = {"width": 100, "break_long_words": False, "break_on_hyphens": False}
-    return textwrap.wrap(" ".join(text.split()), subsequent_indent=indent, **limits)

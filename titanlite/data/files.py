@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from titanlite.config.errors import TrainingError
-from titanlite.config.loader import ConfigError, printable, show
+from titanlite.config.loader import ConfigError, printable, read_toml, show
 from titanlite.config.regular_file import open_file
 from titanlite.config.schema import Training
 from titanlite.data.source import Source, columns_of
@@ -47,21 +47,7 @@ BYTES_AT_A_TIME = 2**24
 END = 2**62
 """`end` of a segment whose number of rows or bytes is not known."""
 BOM = b"\xef\xbb\xbf"
-KINDS = {
-    "gzip": rb"\x1f\x8b",
-    "bzip2": rb"BZh.1AY&SY",
-    "xz": rb"\xfd7zXZ\0",
-    "zstd": rb"\x28\xb5\x2f\xfd",
-    "parquet": rb"PAR1",
-    "PDF": rb"%PDF-",
-    "zip": rb"PK[\3\5\7]",
-    "tar": rb".{257}ustar",
-    "an image": rb"\x89PNG|\xff\xd8\xff|GIF8[79]a",
-    "a pickle": rb"\x80[\2-\5]",
-    "a pointer of Git LFS (git lfs pull)": rb"version https://git-lfs\.github\.com/spec/v1\n",
-    "UTF-16 (iconv -f UTF-16 -t UTF-8)": rb"\xff\xfe|\xfe\xff|([^\0]\0){8}|(\0[^\0]){8}",
-    "zeros": rb"\0{16}",
-}
+KINDS = {kind: text.encode() for kind, text in read_toml(str(Path(__file__).with_name("kinds.toml"))).items()}
 """Kinds of files that are no text in UTF-8, each with a regular expression for the beginning of the file."""
 
 

@@ -11,46 +11,25 @@ matrices are transposed.
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from titanlite.build_llama import build_llama
+from titanlite.config.loader import read_toml
 from titanlite.config.schema import Model
 from titanlite.hf import stacked_experts
 
 Q_NORM, Q_LATENT_NORM = "self_attn.q_norm", "self_attn.q_a_layernorm"
 """The names of attention.q_norm in transformers, without and with latent attention."""
-MODULES = {
-    "tok_embeddings": "model.embed_tokens",
-    "norm": "model.norm",
-    "output": "lm_head",
-    # modules of layers.N here and model.layers.N in transformers
-    "attention_norm": "input_layernorm",
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "attention.inner_attention": "self_attn",  # sinks
-    "attention.q_norm": Q_NORM,
-    "attention.k_norm": "self_attn.k_norm",
-    "attention.wq_a": "self_attn.q_a_proj",
-    "attention.wq_b": "self_attn.q_b_proj",
-    "attention.wkv_a": "self_attn.kv_a_proj_with_mqa",
-    "attention.kv_norm": "self_attn.kv_a_layernorm",
-    "attention.wkv_b": "self_attn.kv_b_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w3": "mlp.up_proj",
-    "feed_forward.w2": "mlp.down_proj",
-    "feed_forward.shared.w1": "mlp.shared_experts.gate_proj",
-    "feed_forward.shared.w3": "mlp.shared_experts.up_proj",
-    "feed_forward.shared.w2": "mlp.shared_experts.down_proj",
-}
-"""Module: its name in transformers."""
-_GATE_UP = {"mlp.gate_up_proj": ("feed_forward.w1", "feed_forward.w3")}
 _QUERIES_KEYS_VALUES = ("attention.wq", "attention.wk", "attention.wv")
-_AFTER = {"attention_post_norm": "post_attention_layernorm", "ffn_post_norm": "post_feedforward_layernorm"}
+_TABLES = read_toml(str(Path(__file__).with_name("names.toml")))
+MODULES: dict[str, str] = _TABLES["modules"]
+"""Module: its name in transformers."""
+EXPERTS: dict[str, list[str]] = _TABLES["experts"]
+"""Tensor of a mixture of experts: its name in Qwen3-MoE, OLMoE and DeepSeek, and in Mixtral. {} is the number of an
+expert: transformers has a tensor per expert, and here the experts of a layer are stacked."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,46 +38,18 @@ class Names:
 
     modules: dict[str, str] = dataclasses.field(default_factory=dict)
     """Modules with other names, and these names."""
-    fused: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    fused: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     """Tensors that have several of our weights, in this order."""
     layer: str = "model.layers"
     ends: dict[str, str] = dataclasses.field(default_factory=dict)
     neighbours: bool = False
     """Rows 2i and 2i + 1 are rotated together, as here."""
-    transposed: tuple[str, ...] = ()
+    transposed: Sequence[str] = ()
     """Modules whose matrices are [inputs, outputs]."""
 
 
-# fmt: off
-NAMES = {
-    "llama": Names(),
-    "glm": Names(fused=_GATE_UP, neighbours=True),
-    "glm4": Names(
-        {"attention_post_norm": "post_self_attn_layernorm", "ffn_post_norm": "post_mlp_layernorm"},
-        fused=_GATE_UP, neighbours=True),
-    "phi3": Names(fused={"self_attn.qkv_proj": _QUERIES_KEYS_VALUES, **_GATE_UP}),
-    "olmo2": Names(_AFTER),
-    "gemma3_text": Names({**_AFTER, "ffn_norm": "pre_feedforward_layernorm"}),
-    "starcoder2": Names({"feed_forward.w1": "mlp.c_fc", "feed_forward.w2": "mlp.c_proj"}),
-    "gpt2": Names(
-        {"attention_norm": "ln_1", "attention.wo": "attn.c_proj", "ffn_norm": "ln_2", "feed_forward.w1": "mlp.c_fc",
-         "feed_forward.w2": "mlp.c_proj"},
-        fused={"attn.c_attn": _QUERIES_KEYS_VALUES}, layer="transformer.h",
-        ends={"tok_embeddings": "transformer.wte", "position_embeddings": "transformer.wpe",
-              "norm": "transformer.ln_f"},
-        transposed=(*_QUERIES_KEYS_VALUES, "attention.wo", "feed_forward.w1", "feed_forward.w2")),
-}
-# fmt: on
+NAMES = {model_type: Names(**row) for model_type, row in _TABLES["families"].items()}
 """Names by a model type; other types may have the same names."""
-EXPERTS = {
-    "router.weight": ("mlp.gate.weight", "block_sparse_moe.gate.weight"),
-    "experts.w1": ("mlp.experts.{}.gate_proj.weight", "block_sparse_moe.experts.{}.w1.weight"),
-    "experts.w3": ("mlp.experts.{}.up_proj.weight", "block_sparse_moe.experts.{}.w3.weight"),
-    "experts.w2": ("mlp.experts.{}.down_proj.weight", "block_sparse_moe.experts.{}.w2.weight"),
-    "router.balance_bias": ("mlp.gate.e_score_correction_bias", ""),
-}
-"""Tensor of a mixture of experts: its name in Qwen3-MoE, OLMoE and DeepSeek, and in Mixtral. {} is the number of an
-expert: transformers has a tensor per expert, and here the experts of a layer are stacked."""
 BALANCE_BIAS = ".router.balance_bias"
 """The end of the names of the biases that balance experts, which are buffers in float32."""
 ROTATED = ("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm")
@@ -221,15 +172,12 @@ def to_hf(names: Sequence[str], tensors: Sequence[Tensor], model: Model) -> Tens
     """Return the tensor in transformers that contains these full tensors of ours, in the order of `names`."""
     if is_stacked(names[0], model):
         return stacked_experts.to_hf(names, tensors)
-    ordered = [_in_their_order(*each, model) for each in zip(names, tensors, strict=True)]
+    ordered = [
+        tensor[hf_rows(name, torch.arange(len(tensor)), model).argsort()] if rotated_channels(name, model) else tensor
+        for name, tensor in zip(names, tensors, strict=True)
+    ]
     tensor = ordered[0] if len(ordered) == 1 else torch.cat(ordered)
     return tensor.T.contiguous() if is_transposed(names[0], model) else tensor
-
-
-def _in_their_order(name: str, tensor: Tensor, model: Model) -> Tensor:
-    if not rotated_channels(name, model):
-        return tensor
-    return tensor[hf_rows(name, torch.arange(len(tensor)), model).argsort()]
 
 
 def hf_tensors(model: Model, names: Iterable[str]) -> dict[tuple[str, ...], list[str]]:

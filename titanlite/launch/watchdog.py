@@ -177,11 +177,9 @@ class Watchdog(OneRank):
                 self._lost_store(f"no answer for {self.timeout} s")
 
     def _lost_store(self, reason: str) -> None:
-        message = f"error: rank {self.launch.rank} on {socket.gethostname()} lost the connection to the launch's store "
-        message += (
-            f"at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {reason}; the first node, its launcher "
-        )
-        message += "or the network has failed"
+        store = f"the launch's store at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        message = f"error: rank {self.launch.rank} on {socket.gethostname()} lost the connection to {store}: {reason}; "
+        message += "the first node, its launcher or the network has failed"
         self._end(self._record(message if self.launch.local_rank == 0 else ""))  # once per node
 
     def _hang(self, silent: int | None = None) -> dict[str, Any] | None:

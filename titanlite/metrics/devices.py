@@ -5,12 +5,13 @@ by `plan.device`.
 """
 
 import itertools
+import os
 from pathlib import Path
-from typing import Annotated, Literal, Union
+from typing import Annotated, Any, Literal, Union
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, ValidationError
 
-from titanlite.config.loader import Section, read_toml
+from titanlite.config.loader import ConfigError, Section, did_you_mean, expectation, read_toml, show
 
 Rate = Annotated[float, Field(ge=1e-18, le=1e30)]  # these bounds keep quotients finite and above 0
 TwoRates = Annotated[list[Rate], Field(min_length=2, max_length=2)]
@@ -120,3 +121,29 @@ DEVICES = {
 def find_by_gpu_name(name: str) -> Device | None:
     """Return the device whose name torch.cuda.get_device_name reports, or None. Narrower patterns come first."""
     return next((device for device in DEVICES.values() if device.name_pattern and device.name_pattern in name), None)
+
+
+def find_device(name: str) -> Device:
+    """Return a device by its name in DEVICES, or from a TOML file with the keys and units of `Device`.
+
+    Raises ConfigError if there is none, or a key of the file is missing, unknown or wrong."""
+    if name in DEVICES:
+        return DEVICES[name]
+    file = Path(os.path.expanduser(name))
+    if file.suffix != ".toml":
+        problem = f"plan.device = {show(name)}: expected one of {', '.join(DEVICES)}, or a TOML file"
+        raise ConfigError([problem + did_you_mean(name, DEVICES)])
+    try:
+        return Device.model_validate(read_toml(str(file)))
+    except ValidationError as error:
+        raise ConfigError([_problem(file, entry) for entry in error.errors()]) from None
+
+
+def _problem(file: Path, entry: Any) -> str:
+    key = entry["loc"][0]
+    if len(entry["loc"]) > 1:
+        return f"{file}: {'.'.join(map(str, entry['loc']))}: {entry['msg'].lower()}; calibrate anew"
+    if entry["type"] == "extra_forbidden":
+        return f"{file}: unknown key {key}; expected {', '.join(Device.model_fields)}"
+    where = f"missing key {key}" if entry["type"] == "missing" else f"{key} = {show(entry['input'])}"
+    return f"{file}: {where}: expected {expectation(Device.model_fields[key])}"

@@ -1,7 +1,5 @@
 """Compute the loss of a trained model on a dataset.
 
-    titanlite eval FOLDER --dataset NAME [--dataset-path PATH] [--training.key=value ...]
-
 FOLDER is a checkpoint's step-N folder, a run's folder or that of its checkpoints (the newest one is taken), or a
 Hugging Face folder (config.json and safetensors). The dataset is one that training.dataset can name: pydoc_topics,
 text, json, parquet, c4 or hub. All of its documents are read once, in order, as packed sequences. Other options of

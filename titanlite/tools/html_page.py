@@ -7,6 +7,7 @@ import html
 import io
 import re
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 from matplotlib import style
 from matplotlib.figure import Figure
@@ -15,28 +16,12 @@ from rich.console import Console, RenderableType
 WIDTH = 11.0
 """Width of a figure in inches; an inch is 96 pixels on a screen."""
 STYLE = {"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"], "font.size": 9, "axes.titlesize": 9}
-PAGE = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<title>{title}</title>
-<style>
-body {{ margin: 2em auto; max-width: 1080px; padding: 0 1em; font: 15px/1.45 sans-serif; color: #111; \
-background: #fff; }}
-h1 {{ font-size: 1.5em; margin-bottom: 0.2em; }} h2 {{ font-size: 1.15em; margin: 2em 0 0.3em; }}
-p {{ margin: 0.3em 0; }} svg {{ display: block; width: 100%; height: auto; }}
-figure {{ margin: 0.5em 0 1.5em; break-inside: avoid; }}
-figcaption {{ font-size: 0.87em; color: #444; max-width: 60em; }}
-pre {{ font: 12px/1.2 "DejaVu Sans Mono", Menlo, Consolas, monospace; overflow-x: auto; }}
-@media print {{ body {{ margin: 0; max-width: none; padding: 0; }} pre {{ font-size: 6.5pt; overflow: visible; }} }}
-</style></head><body>
-{body}
-</body></html>
-"""
 
 
 def page(title: str, body: str) -> str:
     """Return a page with a title, which is plain text, and a body, which is HTML."""
-    return PAGE.format(title=html.escape(title), body=body)
+    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    return template.replace("[[TITLE]]", html.escape(title)).replace("[[BODY]]", body)
 
 
 def printed(content: RenderableType, width: int) -> str:

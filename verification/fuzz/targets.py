@@ -40,9 +40,9 @@ from titanlite.hf.load import INDEX, SINGLE, load_hf_weights
 from titanlite.hf.names import from_hf, hf_name, named_weights
 from titanlite.launch import folder_lock
 from titanlite.metrics import logger as metrics
+from titanlite.metrics.devices import find_device
 from titanlite.techniques.data.chat_template import ChatTemplate
 from titanlite.tools.generate.folder import ModelFolder
-from titanlite.tools.plan.find_device import find_device
 from titanlite.tools.plan.measured_rates import collective_seconds, seconds_at, work_seconds
 from titanlite.tools.plan.op_trace import Work
 from verification.fuzz.mutations import TOML, changed, damaged, json_files, safetensors_files, to_json, toml_files

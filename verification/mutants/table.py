@@ -488,7 +488,7 @@ TECHNIQUES = [
     Mutant("hf/names.py", "biases of rotated heads keep the order of the folder",
            "module not in ROTATED:", "module not in ROTATED or name.endswith(\"bias\"):", HF),
     Mutant("hf/names.py", "an export has the rows of rotated heads in the order of a checkpoint",
-           "return tensor[hf_rows(name, torch.arange(len(tensor)), model).argsort()]", "return tensor", HF),
+           "tensor[hf_rows(name, torch.arange(len(tensor)), model).argsort()] if", "tensor if", HF),
     # families
     Mutant("model.py", "norms after attention are skipped",
            "y_ND = self.attention_post_norm(self.attention(", "y_ND = nn.Identity()(self.attention(", BY_OPTIONS),

@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from docs.build.config_page import reference_markdown
 from tests.helpers.config import ROOT, load, problems
 from tests.helpers.data import (
     BYTES,
@@ -32,7 +33,6 @@ from tests.helpers.data import (
     write,
 )
 from titanlite import build
-from titanlite.config.reference import reference_markdown
 from titanlite.config.schema import MixedDataset, Validation
 from titanlite.data import open as opening
 from titanlite.data.packing import PackedSequences, ValidationSequences

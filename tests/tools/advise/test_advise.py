@@ -10,11 +10,11 @@ import pytest
 from titanlite.config import load
 from titanlite.config.loader import ConfigError
 from titanlite.launch.cli import run_command
+from titanlite.metrics.devices import find_device
 from titanlite.tools.advise import explanation, memory_bound, search, search_space
 from titanlite.tools.advise.command import make_task, parse_options
 from titanlite.tools.advise.search import PlannedLayout, Search
 from titanlite.tools.advise.search_space import GIB, Candidate, Mesh, Task
-from titanlite.tools.plan.find_device import find_device
 from titanlite.tools.plan.planner import make_plan
 
 H100 = find_device("h100")

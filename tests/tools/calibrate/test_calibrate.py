@@ -18,12 +18,11 @@ from rich.console import Console
 from tests.helpers.data import rejection
 from titanlite import config
 from titanlite.launch.cli import run_command
-from titanlite.metrics.devices import Device, Measured
+from titanlite.metrics.devices import Device, Measured, find_device
 from titanlite.tools.calibrate import collectives, command, host, operators, timing
 from titanlite.tools.calibrate.collectives import kinds_of_groups
 from titanlite.tools.calibrate.measure import measure_device
 from titanlite.tools.plan.cost_model import CostModel
-from titanlite.tools.plan.find_device import find_device
 from titanlite.tools.plan.measured_rates import collective_seconds, rate_at, seconds_at, work_seconds
 from titanlite.tools.plan.op_trace import Communication, Dispatch, Work
 from titanlite.tools.plan.planner import make_plan

@@ -28,7 +28,7 @@ DEBUG = str(ROOT / "configs" / "debug_tp.toml")
 def run_command(*arguments: str) -> tuple[int, str, str]:
     environment = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK", "NGPU")}
     done = subprocess.run(
-        [sys.executable, "-m", "titanlite.tools.parity", *arguments],
+        [sys.executable, "-m", "titanlite", "parity", *arguments],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -63,7 +63,7 @@ def test_invalid_config_is_one_line():
 
 @pytest.mark.nightly
 def test_under_torchrun():
-    arguments = ["--nproc-per-node=2", "-m", "titanlite.tools.parity", DEBUG]
+    arguments = ["--nproc-per-node=2", "-m", "titanlite", "parity", DEBUG]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments],
         cwd=ROOT,

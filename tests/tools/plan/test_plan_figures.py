@@ -144,9 +144,6 @@ def test_memory_names_kinds_limit_and_peak(page):
 
 
 def test_every_pipeline_rank_is_named(page):
-    assert [text.split(":")[0] for text in page.text["ranks"] if "rank" in text] == [
-        f"pipeline rank {rank}" for rank in range(3)
-    ]
     rows = page.text["schedule"][page.text["schedule"].index("seconds") :]  # what follows are names of ranks
     assert [text for text in rows if text.isdigit()][:3] == ["0", "1", "2"]
 

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from titanlite.metrics.devices import DEVICES
 from titanlite.tools.plan.cost_model import CostModel
-from titanlite.tools.plan.efficiency import EFFICIENCY, KERNEL, MESSAGE_LATENCY, SLOWDOWN
+from titanlite.tools.plan.efficiency import ANY, EFFICIENCY
 from titanlite.tools.plan.fusion import fuse, overlap
 from titanlite.tools.plan.op_trace import (
     Allocation,
@@ -191,7 +191,9 @@ def seconds_of_product(m: int, n: int, k: int) -> float:
 def test_a_product_takes_full_waves_of_tiles():
     one_wave = seconds_of_product(128 * 132, 128, 4096)
     assert seconds_of_product(128 * 66, 128, 4096) == pytest.approx(one_wave), "half of the multiprocessors are idle"
-    assert seconds_of_product(128 * 133, 128, 4096) > 1.9 * one_wave - KERNEL.expected, "one tile more is a wave more"
+    assert seconds_of_product(128 * 133, 128, 4096) > 1.9 * one_wave - ANY.kernel.expected, (
+        "one tile more is a wave more"
+    )
 
 
 @pytest.mark.parametrize("backward", ["", "_backward"])
@@ -251,11 +253,11 @@ def test_an_overlapped_collective_takes_longer_than_its_products_by_what_they_do
     model = CostModel(device, {"group": ("tp", list(range(8)))}, 8)
     product, size = product_of(rows, columns, inner, n=8), 128 * 2**20
     event = Communication(name, "group", size, products=(product,), kernels=24)
-    copy = MESSAGE_LATENCY.expected + size / 8 / (device.interconnect_bandwidth * hopper.interconnect.expected)
+    copy = ANY.message_latency.expected + size / 8 / (device.interconnect_bandwidth * hopper.interconnect.expected)
     products, one = (model.work_seconds(work)[1] for work in (product, product_of(rows // 8, columns, inner)))
     moved = 2 * size / 8 if name == "all_gather" else size + size / 8  # a copy of a chunk, or the sum of all
     own = moved / (device.memory_bandwidth * hopper.memory.expected)
-    slowed = products + SLOWDOWN.expected * min(7 * copy, products)
+    slowed = products + ANY.slowdown.expected * min(7 * copy, products)
     expected = {"copies": 7 * copy + one, "products": slowed, "both": 4 * (copy + one)}
     assert expected[bound] == max(expected.values())
     cost = model.cost([[event, product]])

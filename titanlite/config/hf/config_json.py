@@ -12,7 +12,16 @@ from typing import Any
 
 from titanlite.config.hf.deepseek import deepseek_keys, deepseek_options
 from titanlite.config.hf.experts import expert_options, hf_experts
-from titanlite.config.hf.families import AMBIGUOUS, FAMILIES, OLD, PLAIN, is_long, scores_divisor
+from titanlite.config.hf.families import (
+    AMBIGUOUS,
+    FAMILIES,
+    OLD,
+    PLAIN,
+    is_long,
+    reject_others,
+    scores_divisor,
+    unsupported_features,
+)
 from titanlite.config.hf.layers import hf_layers, layer_options, layers_fit, rope_of_kinds
 from titanlite.config.hf.rope import hf_rope, hf_rope_of_kinds
 from titanlite.config.hf.values import JsonObject, read_json_object
@@ -32,21 +41,6 @@ NO_OPTION = ("max_position_embeddings", "num_nextn_predict_layers")
 WITH_EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe", "glm4_moe", "olmoe")
 """Model types with experts and without latent attention."""
 QUANTIZATION = "quantization_config"
-ONLY: dict[str, tuple[Any, str, tuple[str, ...]]] = {
-    "qk_layernorm": (False, "queries and keys of every head have no norms of their own", ("stablelm",)),
-    "use_parallel_residual": (False, "attention and the feed-forward layer follow one another", ("stablelm",)),
-    "is_causal": (True, "attention is causal", ()),
-    "use_bidirectional_attention": (False, "attention is causal", ("gemma", "gemma3_text")),
-    "add_cross_attention": (False, "attention is to the sequence itself", ("gpt2",)),
-    "scale_attn_weights": (True, "scores are divided by the root of head_dim", ("gpt2",)),
-    "scale_attn_by_inverse_layer_idx": (False, "scores have the same factor in all layers", ("gpt2",)),
-    "clip_qkv": (None, "queries, keys and values are not clipped", ("olmoe",)),
-    QUANTIZATION: (None, "quantized weights are not read; take or make bfloat16 ones (docs/hugging_face.md)", ()),
-    "attn_logit_softcapping": (None, "attention scores are not capped", ("gemma3_text",)),
-    "final_logit_softcapping": (None, "logits are not capped", ("gemma3_text",)),
-}
-"""Keys with the only supported value, the reason, and the model types that read the key; (): all. A key that is missing
-or null has that value. Keys of randomness in training (dropout, noise of the router) are not read."""
 
 
 def options_from_hf(folder: Any) -> dict[str, Any]:
@@ -62,9 +56,7 @@ def model_options(folder: Path) -> dict[str, Any]:
     hf_assets_path. Raises ConfigError with a line for each key that is wrong or not supported."""
     config, model_type = _config_and_type(folder)
     family, problems = FAMILIES[model_type], config.problems
-    for key, (value, reason, readers) in ONLY.items():
-        if (not readers or model_type in readers) and (model_type != "gpt_oss" or key != QUANTIZATION):
-            config.only(key, value, reason)
+    reject_others(config, model_type, "any")
     dim, n_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     n_layers = config.integer("num_hidden_layers", most=MOST_LAYERS)
     # null means as many KV heads as query heads in every family
@@ -107,9 +99,7 @@ def _config_and_type(folder: Path) -> tuple[JsonObject, str]:
         config.values["model_type"] = "deepseek_v3"
     model_type = config.values.get("model_type")
     if isinstance(model_type, str) and model_type not in FAMILIES:
-        from titanlite.config.hf.unsupported import features  # imported here, since few files need it
-
-        has, supported = ", ".join(features(config.values)), ", ".join(FAMILIES)
+        has, supported = ", ".join(unsupported_features(config.values)), ", ".join(FAMILIES)
         config.reject("model_type", f"unsupported{has and ': it has '}{has}; supported: {supported}")
     else:
         config.choice("model_type", tuple(FAMILIES))

@@ -6,50 +6,23 @@ defaults.
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
+from titanlite.config.hf.families import DEFAULTS, reject_others
+from titanlite.config.hf.values import JsonObject
 from titanlite.config.loader import ConfigError, Section, show, value_of
 
 NORM_EPS = 1e-6
 """Epsilon of the norms of latents, whatever the config.json says of the other norms."""
-ONLY: dict[str, tuple[Any, str]] = {
-    "rope_interleave": (True, "neighbouring rows of queries and keys are rotated together, as in released files"),
-    "attention_bias": (False, "latent attention has no biases"),
-    "moe_layer_freq": (1, "all layers but the first ones have experts"),
-}
-"""Keys with the only value that is read, and the reason."""
-ONLY_OF_TYPE: dict[str, dict[str, tuple[Any, str]]] = {
-    "deepseek_v2": {
-        "mlp_bias": (False, "experts have no biases"),
-        "scoring_func": ("softmax", '"deepseek_v2" has scores of all experts together'),
-        "norm_topk_prob": (False, "transformers does not divide scores by their sum, and DeepSeek's own code does"),
-    },
-    "deepseek_v3": {
-        "scoring_func": ("sigmoid", '"deepseek_v3" has scores of each expert by itself'),
-        "topk_method": ("noaux_tc", '"deepseek_v3" chooses experts by scores and biases'),
-    },
-}
-WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-"""Keys of latent attention, which have the same names in [model.mla], and their defaults."""
-EXPERTS = {
-    **{"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1},
-    **{"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
-}
-"""Keys of experts and their defaults."""
-EXPERTS_OF_V2 = {
-    **{"n_routed_experts": 64, "num_experts_per_tok": None, "moe_intermediate_size": 1407, "n_shared_experts": 2},
-    **{"n_group": None, "topk_group": None, "routed_scaling_factor": 1.0},
-}
+WIDTHS = DEFAULTS["latents"]
 
 
-def deepseek_options(config: Any, n_heads: int, n_layers: int, mscale_all_dim: float) -> dict[str, Any]:
+def deepseek_options(config: JsonObject, n_heads: int, n_layers: int, mscale_all_dim: float) -> dict[str, Any]:
     """Return the [model] values that only this family has. `config` has the values of config.json by type, as
     config_json.py reads them, and collects the problems."""
     model_type = config.values["model_type"]
     is_v2 = model_type == "deepseek_v2"
-    for key, (value, reason) in (ONLY | ONLY_OF_TYPE[model_type]).items():
-        config.only(key, value, reason)
+    reject_others(config, model_type, "deepseek")
     reason = "latent attention has keys and values of every head"
     config.only("num_key_value_heads", n_heads, reason, "num_attention_heads")
     mla = {key: config.integer(key, default) for key, default in WIDTHS.items()}
@@ -69,25 +42,26 @@ def deepseek_options(config: Any, n_heads: int, n_layers: int, mscale_all_dim: f
     n_dense = config.integer("first_k_dense_replace", 0 if is_v2 else 3, least=0)
     if n_dense >= n_layers:
         return options
-    return {**options, "moe": _experts_of_v2(config, n_dense) if is_v2 else expert_options(config, n_dense, EXPERTS)}
+    return {**options, "moe": _experts_of_v2(config, n_dense) if is_v2 else expert_options(config, n_dense)}
 
 
-def _experts_of_v2(config: Any, n_dense: int) -> dict[str, Any]:
+def _experts_of_v2(config: JsonObject, n_dense: int) -> dict[str, Any]:
     """Return the section [model.moe] of a DeepSeek-V2: groups of experts, if any, are ranked by their best score."""
     method = config.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy")
     no_groups = {"n_group": 1, "topk_group": 1} if method == "greedy" else {}  # "greedy" does not read them
     config.values.update(no_groups)
-    moe = expert_options(config, n_dense, EXPERTS_OF_V2, smallest=1)
+    moe = expert_options(config, n_dense, smallest=1)
     limited = moe["n_groups_per_token"] < moe["n_groups"]
     moe |= {"score_function": "softmax", "normalize_scores": False, "balance_bias": False}
     return moe | ({"group_score": "max"} if limited else {})
 
 
-def expert_options(config: Any, n_dense: int, defaults: Mapping[str, Any], smallest: int = 2) -> dict[str, Any]:
+def expert_options(config: JsonObject, n_dense: int, smallest: int = 2) -> dict[str, Any]:
     """Return [model.moe] of a model with n_dense dense layers first, and `smallest` experts or more in a group."""
+    defaults = DEFAULTS[config.values["model_type"]]
 
     def integer(key: str) -> int:
-        return config.integer(key, defaults[key])
+        return config.integer(key, defaults.get(key))
 
     n_experts, n_chosen = integer("n_routed_experts"), integer("num_experts_per_tok")
     config.only("num_local_experts", n_experts, "it is another name of n_routed_experts", "n_routed_experts")
@@ -116,7 +90,7 @@ def expert_options(config: Any, n_dense: int, defaults: Mapping[str, Any], small
     }
 
 
-def yarn_factors(rope: Any, scaling: float, attention_factor: float) -> dict[str, float]:
+def yarn_factors(rope: JsonObject, scaling: float, attention_factor: float) -> dict[str, float]:
     """Return the factor on cosines and sines, and mscale_all_dim, from the options of YaRN. A file that transformers
     and DeepSeek's own code read differently is rejected.
 

@@ -7,11 +7,6 @@ from titanlite.config.hf.families import FAMILIES
 from titanlite.config.hf.values import JsonObject
 from titanlite.config.loader import Section, show
 
-GLM = {
-    **{"n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1},
-    **{"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0},
-}
-"""GLM-4.5's defaults of the keys that it has in common with DeepSeek-V3."""
 SWIGLU = {"limit": 7.0, "alpha": 1.702}
 """The defaults of gpt-oss."""
 
@@ -19,7 +14,7 @@ SWIGLU = {"limit": 7.0, "alpha": 1.702}
 def expert_options(config: JsonObject, model_type: str) -> dict[str, Any]:
     """Return the section [model.moe] of a type with experts."""
     if model_type == "glm4_moe":
-        return deepseek.expert_options(config, config.integer("first_k_dense_replace", 1, least=0), GLM)
+        return deepseek.expert_options(config, config.integer("first_k_dense_replace", 1, least=0))
     own, both = FAMILIES[model_type].experts, ("num_experts", "num_local_experts")
     numbers = [config.integer(key) for key in both if config.values.get(key) is not None] or [config.integer(own)]
     if numbers[0] != numbers[-1]:

@@ -1,7 +1,5 @@
 """Search for the fastest layout with which a model fits a number of devices.
 
-    titanlite advise --gpus N --model FLAVOR --seq-len TOKENS [--device NAME] [--write FILE.toml]
-
 Plans up to twelve layouts, prints the fastest ones and the reasons for the recommended one, and writes that one as a
 config. `titanlite plan` plans it in detail. Needs no GPU, and takes minutes.
 
@@ -17,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from titanlite.config.model_sizes import SIZES
 from titanlite.config.types import MOST_TOKENS
 from titanlite.launch.arguments import Parser, count, new_file
-from titanlite.tools.plan.find_device import find_device
+from titanlite.metrics.devices import find_device
 
 if TYPE_CHECKING:
     from titanlite.tools.advise.search_space import Task

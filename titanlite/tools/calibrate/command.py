@@ -29,8 +29,6 @@ from titanlite.launch.arguments import Parser, count, new_file
 from titanlite.launch.launcher import count_devices, run_on_ranks
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from titanlite.metrics.devices import Device
 
 
@@ -64,8 +62,6 @@ def main(argv: list[str]) -> int:
 def calibrate(launch: Launch, file: Path, folder: Path | None) -> None:
     """Measure the devices of a launch and write them to a file. Every rank must call it."""
     # Here, since the import of torch takes seconds, and --help and wrong arguments do not need it.
-    from rich.console import Console
-
     from titanlite.launch.process import retain_freed_memory
     from titanlite.launch.process_group import device_of, process_group
     from titanlite.tools.calibrate.measure import measure_device
@@ -79,7 +75,9 @@ def calibrate(launch: Launch, file: Path, folder: Path | None) -> None:
         )
         if is_first:
             write(device, file)
-            Console(highlight=False).print(rates_table(device))
+            rates = f"{device.bf16 / 1e12:.3g} TFLOP/s in bfloat16, {device.memory_bandwidth / 1e9:,.0f} GB/s of memory"
+            dispatch = f"{device.measured.operator_seconds * 1e6:.1f} us to dispatch an operator"
+            print(f"{device.source}: at best {rates}; {dispatch}")
             print(f"wrote {file} in {time.monotonic() - begin:.0f} s")
 
 
@@ -89,29 +87,3 @@ def write(device: Device, file: Path) -> None:
 
     values = device.model_dump(exclude_none=True)
     replace_file(file, f"# Written by titanlite calibrate; for plan.device.\n{tomli_w.dumps(values)}".encode())
-
-
-def rates_table(device: Device) -> Table:
-    """Return a table of the best measured rates, for a reader to compare with a data sheet."""
-    from titanlite.tools.plan.report import empty_table
-
-    measured = device.measured
-    table = empty_table(device.source, "", right=("measured", "unit"))
-    for name, rows in measured.matmul.items():
-        m, n, k, rate = max(rows, key=lambda row: row[-1])
-        table.add_row(f"matrix multiplication, {name}, {m:.0f} x {n:.0f} x {k:.0f}", f"{rate / 1e12:.3g}", "TFLOP/s")
-    for name, rows in (("forward", measured.attention), ("backward", measured.attention_backward)):
-        length, head_dim, rate = max(rows, key=lambda row: row[-1])
-        where = f"{length:,.0f} tokens, head_dim {head_dim:.0f}"
-        table.add_row(f"attention, {name}, {where}", f"{rate / 1e12:.3g}", "TFLOP/s")
-    table.add_row("memory, the largest product of two tensors", f"{device.memory_bandwidth / 1e9:,.0f}", "GB/s")
-    table.add_row("host memory, by the fused AdamW of a rank", f"{device.host_memory_bandwidth / 1e9:,.1f}", "GB/s")
-    if device.kind == "gpu":
-        table.add_row("copies between host and device", f"{device.host_bandwidth / 1e9:,.1f}", "GB/s")
-    table.add_row("dispatch of an operator", f"{measured.operator_seconds * 1e6:.1f}", "us")
-    table.add_row("dispatch of an operator on DTensors, besides", f"{measured.dtensor_seconds * 1e6:.1f}", "us")
-    for row in measured.collectives:
-        size, seconds = row.points[-1]
-        where = f"{row.name} of {size / 2**20:.0f} MiB, {row.ranks} ranks on {row.nodes} nodes"
-        table.add_row(where, f"{seconds * 1e3:.2f}", "ms")
-    return table

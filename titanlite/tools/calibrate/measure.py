@@ -43,7 +43,12 @@ def measure_device(
         measured["operator_seconds"], measured["dtensor_seconds"] = seconds
         measured["collectives"] = done(measure_collectives(timer, ranks_per_node) if world > 1 else [])
         measured["slowdown"] = done(measure_slowdown(timer))
-        host = done(_measure_host(timer, ranks_per_node, checkpoint_folder))
+        host = {"host_memory_bandwidth": measure_host_memory(timer)}
+        if device.type == "cuda":
+            host["host_bandwidth"] = measure_host_link(timer)
+        if checkpoint_folder is not None:
+            host["storage_bandwidth"] = measure_storage(timer, checkpoint_folder, ranks_per_node)
+        done(host)
     names = "memory", "matmul", "attention", "host", "interconnect"
     measured["spread"] = dict(zip(names, spreads, strict=False)) | {"network": spreads[4], "offload": spreads[6]}
     is_cpu = device.type == "cpu"
@@ -64,13 +69,3 @@ def measure_device(
         kind="cpu" if is_cpu else "gpu",
         measured=measured,
     )
-
-
-def _measure_host(timer: Timer, ranks_per_node: int, checkpoint_folder: Path | None) -> dict[str, float]:
-    """Return the host's rates that plans of CPU offload and of saves need, by the name of Device's field."""
-    rates = {"host_memory_bandwidth": measure_host_memory(timer)}
-    if timer.device.type == "cuda":
-        rates["host_bandwidth"] = measure_host_link(timer)
-    if checkpoint_folder is not None:
-        rates["storage_bandwidth"] = measure_storage(timer, checkpoint_folder, ranks_per_node)
-    return rates

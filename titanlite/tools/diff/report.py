@@ -65,19 +65,16 @@ def verdict_lines(steps: list[Step]) -> list[str]:
     lines = [f"{word}: first in step {step.number}, {phase}: {meaning}"]
     lines.append(f"distance {entry.distance:.1e}, of which its inputs and rounding explain {entry.allowed:.1e}")
     if entry.differs and abs(entry.ratio - 1) > SMALLEST_RATIO:
-        lines.append(f"B is {entry.ratio:.6g} x A{_explained(entry, step)}")
+        precision = min(max(entry.allowed, 1e-6), 1e-2)
+        found = reasons(abs(entry.ratio), precision, quantities(*step.descriptions)) if entry.ratio else []
+        because = f": {', or '.join(found[:MOST_NAMES])}" if found else ""
+        lines.append(f"B is {entry.ratio:.6g} x A{because}")
     elif math.isinf(entry.distance):
         lines.append("it is not finite")
     if others:
         what = "differ by more than their inputs explain" if entry.differs else "may be right or wrong"
         lines.append(f"{len(others)} more tensors of this step {what}: {_some([each.name for each in others])}")
     return lines
-
-
-def _explained(entry: Entry, step: Step) -> str:
-    precision = min(max(entry.allowed, 1e-6), 1e-2)
-    found = reasons(abs(entry.ratio), precision, quantities(*step.descriptions)) if entry.ratio else []
-    return f": {', or '.join(found[:MOST_NAMES])}" if found else ""
 
 
 def quantities(a: Description, b: Description) -> dict[str, float]:

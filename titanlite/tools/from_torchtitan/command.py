@@ -12,9 +12,18 @@ from rich.text import Text
 from titanlite.config import ConfigError, load_values
 from titanlite.config.loader import print_problems, read_toml, sections_of, show
 from titanlite.config.schema import Config
-from titanlite.tools.from_torchtitan.conversion import DEFAULT, MISSING, OPTIONS, TAKEN, UNKNOWN, Conversion, Row, plain
+from titanlite.tools.from_torchtitan.conversion import (
+    DEFAULT,
+    MISSING,
+    OPTIONS,
+    TAKEN,
+    UNKNOWN,
+    WHATEVER_THE_FILE_SAYS,
+    Conversion,
+    Row,
+    plain,
+)
 from titanlite.tools.from_torchtitan.groups import convert
-from titanlite.tools.from_torchtitan.keys import WHATEVER_THE_FILE_SAYS
 
 
 def toml_of(conversion: Conversion, header: list[str]) -> str:

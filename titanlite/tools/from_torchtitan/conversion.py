@@ -1,16 +1,17 @@
 """Convert the keys of a torchtitan file to options, and to the rows of the listing.
 
-An absent key means torchtitan's default. Where titanlite's default differs, torchtitan's is written, too.
+keys.toml has the keys, defaults and models of torchtitan 0.2.2. An absent key means torchtitan's default. Where
+titanlite's default differs, torchtitan's is written, too.
 """
 
 import difflib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from titanlite.config.loader import options_of, show
+from titanlite.config.loader import options_of, read_toml, show
 from titanlite.config.rules import DEPENDENT_OPTIONS
 from titanlite.config.schema import Config
-from titanlite.tools.from_torchtitan.keys import DEFAULTS, DETAIL, NOT_OFFERED, OF_0_2, SAME
 
 TAKEN, RENAMED, DEFAULT = "taken", "renamed", "torchtitan's default"
 MEANING_CHANGED, NOT_READ, MISSING, UNKNOWN = "meaning changed", "not read", "not offered", "unknown"
@@ -18,6 +19,37 @@ STATUSES = (TAKEN, RENAMED, DEFAULT, NOT_READ, MEANING_CHANGED, MISSING, UNKNOWN
 OPTIONS = options_of(Config)
 LARGEST = 2**53
 """Above any number in a config that a run can read."""
+_TABLES = read_toml(str(Path(__file__).with_name("keys.toml")))
+DETAIL = object()
+"""The `off` value of a key that is read only with another key. If that key is on, the listing has it anyway."""
+
+
+class Missing(NamedTuple):
+    """A key without an option, the value of it with which nothing is lost, and the reason."""
+
+    reason: str
+    off: Any = DETAIL
+
+
+SAME = [f"{section}.{name}" for section, names in _TABLES["same"].items() for name in names]
+"""Keys with an option of the same name."""
+CHANGED: dict[str, str] = _TABLES["changed"]
+"""Keys whose option of the same name means something else, with the difference."""
+DEFAULTS: dict[str, Any] = _TABLES["defaults"]
+"""torchtitan's defaults of keys whose option has another default or none."""
+NOT_OFFERED = {key: Missing(**values) for key, values in _TABLES["not_offered"].items()}
+OF_0_2: dict[str, str] = _TABLES["of_0_2"]
+"""Old keys that some 0.2 release still reads, each with the later key."""
+MODELS: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {
+    (name, flavor): (ours["flavor"], {key: value for key, value in ours.items() if key != "flavor"})
+    for name, flavors in _TABLES["models"].items()
+    for flavor, ours in flavors.items()
+}
+"""Our flavor and the options that differ from it, by model.name and model.flavor."""
+DEEPSEEK_ORIGINAL_SEQ_LEN = 4096
+"""The largest training.seq_len with which torchtitan's DeepSeek-V3 has no YaRN."""
+WHATEVER_THE_FILE_SAYS: list[str] = _TABLES["whatever_the_file_says"]
+"""Differences between the two programs that no key of torchtitan's file is about."""
 
 
 class Row(NamedTuple):

@@ -7,8 +7,18 @@ from typing import Any, get_args
 from titanlite.config.loader import show
 from titanlite.config.model_sizes import SIZES
 from titanlite.config.stage_split import ONE_STAGE, Schedule
-from titanlite.tools.from_torchtitan.conversion import MISSING, OPTIONS, RENAMED, TAKEN, Conversion, shown
-from titanlite.tools.from_torchtitan.keys import CHANGED, DEEPSEEK_ORIGINAL_SEQ_LEN, MODELS, SAME
+from titanlite.tools.from_torchtitan.conversion import (
+    CHANGED,
+    DEEPSEEK_ORIGINAL_SEQ_LEN,
+    MISSING,
+    MODELS,
+    OPTIONS,
+    RENAMED,
+    SAME,
+    TAKEN,
+    Conversion,
+    shown,
+)
 
 MODEL, FLAVOR, ASSETS = "model.name", "model.flavor", "model.hf_assets_path"
 FLOAT8, MX = "quantize.linear.float8", "quantize.linear.mx"

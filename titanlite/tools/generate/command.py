@@ -1,8 +1,5 @@
 """Continue prompts with a trained model.
 
-    titanlite generate FOLDER "prompt" ["prompt" ...]
-    titanlite generate FOLDER --prompts FILE
-
 FOLDER is a checkpoint's step-N folder, a run's folder or that of its checkpoints (the newest one is taken), or a
 Hugging Face folder (config.json and safetensors). FILE has a prompt on each line or, if its name ends in .jsonl, a JSON
 object with the key "prompt" on each line.

@@ -2,7 +2,7 @@
 
 The model is shrunk, the layout is not: a model that fits runs with the same number of ranks, degrees, schedule,
 microbatches and precision options. The ranks are processes on this machine's CPUs or, under torchrun, those of the
-launch: torchrun ... -m titanlite.tools.parity CONFIG.toml [...]. Exit status: 0 all differences are within rounding; 1
+launch: torchrun ... -m titanlite parity CONFIG.toml [...]. Exit status: 0 all differences are within rounding; 1
 one is not; 2 the config or the launch is wrong.
 
 With --all, a standard set of layouts is compared: each axis alone and in pairs, activation checkpointing, compiled

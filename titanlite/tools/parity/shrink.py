@@ -67,7 +67,7 @@ def _smaller_sizes(config: Config) -> dict[str, Any]:
         "training__global_batch_size": local_batch_size * parallelism.data_parallel_degree * accumulation_steps,
         "parallelism__pipeline_parallel_microbatch_size": 1,
         "fault_tolerance__enable": False,  # the layout of one replica group is compared
-        **(_smaller_experts(config.model.moe, tensor) if model.moe.n_experts else {}),
+        **(_smaller_experts(model.moe, tensor) if model.moe.n_experts else {}),
         **(_smaller_latents(config.model.mla, width) if model.mla.kv_lora_rank else {}),
     }
 

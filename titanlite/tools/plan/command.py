@@ -1,8 +1,5 @@
 """Plan a config without the hardware that it names.
 
-    titanlite plan CONFIG.toml [--section.key=value ...] [--own FILE.py:NAME] [--html FILE] [--explore FILE]
-                                [--against METRICS]
-
 Prints the memory, communication, time and cost of a training step on `plan.device`. --html also writes one HTML page
 with figures (memory over the step, pipeline schedule, step time). --against also compares the plan with the metrics of
 a run of the same config (its metrics.jsonl). A config that cannot run is rejected with the lines that `titanlite train`
@@ -24,7 +21,7 @@ from titanlite.launch.arguments import Parser, new_file
 
 def main(argv: list[str]) -> int:
     """Run `titanlite plan`. Returns the exit status."""
-    usage = "titanlite plan CONFIG.toml [--section.key=value ...] [--own FILE.py:NAME] [--html FILE] [--explore FILE]"
+    usage = "titanlite plan CONFIG.toml [--section.key=value ...] [--own FILE.py:NAME] [options]"
     parser = Parser(usage, __doc__)
     parser.add_argument("--html", type=new_file, metavar="FILE", help="also write the plan with figures as a page")
     parser.add_argument("--against", type=Path, metavar="METRICS", help="also compare the plan with a metrics.jsonl")

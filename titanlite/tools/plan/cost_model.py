@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from titanlite.metrics.devices import Device
-from titanlite.tools.plan import efficiency as published
 from titanlite.tools.plan import measured_rates
+from titanlite.tools.plan.efficiency import ANY, EFFICIENCY, TILE, Share
 from titanlite.tools.plan.op_trace import BUFFER, Communication, Dispatch, Event, HostWait, Work
 from titanlite.tools.plan.streams import GATHERED_AXES, Arrival, Collective, CopyIn, CopyOut, Item, Run, Streams, Wait
 
@@ -116,13 +116,13 @@ class CostModel:
         self.offload, self.is_sharded = offload, any(name in GATHERED_AXES and len(x) > 1 for name, x in axes.values())
         self.device, self.axes, self.devices_per_node = device, axes, devices_per_node
         self.changed, self.faster, self.cudnn = changed, faster, cudnn
-        self.efficiency = published.EFFICIENCY[device.architecture if device.kind == "gpu" else "cpu"]
+        self.efficiency = EFFICIENCY[device.architecture if device.kind == "gpu" else "cpu"]
         self._items: dict[int, tuple[Cost, list[Item], list[Event]]] = {}  # an id is unique while its events are kept
 
     def streams(self) -> Streams:
         """Return the streams of an idle device."""
         measured = self.device.measured
-        slowdown = self._seconds("overlap", published.SLOWDOWN)
+        slowdown = self._seconds("overlap", ANY.slowdown)
         slowdown = self._measured("overlap", measured.slowdown) if measured else slowdown
         return Streams(synchronous=self.device.kind == "cpu", slowdown=slowdown)
 
@@ -161,7 +161,7 @@ class CostModel:
                 own.host += self.dispatch_seconds(event)
             elif isinstance(event, HostWait):
                 own.cost.host_waits += 1
-                own.add(Wait(self._seconds("host", published.HOST_WAIT)))
+                own.add(Wait(self._seconds("host", ANY.host_wait)))
             elif isinstance(event, Communication) and (collective := self._collective(event, own.cost)):
                 if own.copying and collective.name == "all_gather" and collective.axis in GATHERED_AXES:
                     collective, own.copying = collective._replace(copy=own.copying), 0.0
@@ -239,7 +239,7 @@ class CostModel:
 
     def _copy(self, name: str, size: int, cost: Cost) -> float:
         """Return the seconds of a copy between host memory and the device, and count it."""
-        seconds = size / (self.device.host_bandwidth * self._reached("offload", published.HOST_LINK))
+        seconds = size / (self.device.host_bandwidth * self._reached("offload", ANY.host_link))
         cost.count("host", name, size, seconds)
         return seconds
 
@@ -265,22 +265,22 @@ class CostModel:
 
     def _host_seconds(self, n_bytes: int) -> float:
         """Return the seconds that the CPU takes to read and write `n_bytes` of host memory."""
-        return n_bytes / (self.device.host_memory_bandwidth * self._reached("offload", published.HOST_MEMORY))
+        return n_bytes / (self.device.host_memory_bandwidth * self._reached("offload", ANY.host_memory))
 
-    def _reached(self, group: str, share: published.Share) -> float:
+    def _reached(self, group: str, share: Share) -> float:
         """Return the share that is reached of one of the host's rates; on a calibrated device the rate includes it."""
         return 1 / self._measured(group, 1.0) if self.device.measured else self._rate(group, share)
 
     def _axis(self, group: str) -> tuple[str, list[int]]:
         return self.axes.get(group, ("other", [0]))
 
-    def _rate(self, group: str, share: published.Share) -> float:
+    def _rate(self, group: str, share: Share) -> float:
         """Return the share that is reached of a rate; if the group is changed, an end of the share's range."""
         if group != self.changed:
             return share.expected
         return share.high if self.faster else share.low
 
-    def _seconds(self, group: str, share: published.Share) -> float:
+    def _seconds(self, group: str, share: Share) -> float:
         """Return expected seconds, or a factor of them; if the group is changed, an end of the range."""
         return self._rate(group, share._replace(low=share.high, high=share.low))
 
@@ -296,8 +296,8 @@ class CostModel:
         if measured := self.device.measured:
             seconds = dispatch.operators * measured.operator_seconds + dispatch.on_dtensors * measured.dtensor_seconds
             return self._measured("host", seconds)
-        seconds = dispatch.operators * self._seconds("host", published.OPERATOR)
-        return seconds + dispatch.on_dtensors * self._seconds("host", published.DTENSOR)
+        seconds = dispatch.operators * self._seconds("host", ANY.operator)
+        return seconds + dispatch.on_dtensors * self._seconds("host", ANY.dtensor)
 
     def work_seconds(self, work: Work) -> tuple[str, float]:
         """Return an operator's category and its seconds."""
@@ -307,7 +307,7 @@ class CostModel:
         category = "memory" if not work.flops else "attention" if "attention" in work.name else "matmul"
         if self.device.measured:
             return category, self._measured(category, measured_rates.work_seconds(self.device.measured, work))
-        start = self._seconds("host", published.KERNEL)
+        start = self._seconds("host", ANY.kernel)
         memory = (work.read + work.written) / (self.device.memory_bandwidth * self._memory())
         if category == "memory":
             return category, max(memory, start)
@@ -323,9 +323,9 @@ class CostModel:
         of_fp8 = self.efficiency.matmul_fp8 if work.dtype == "fp8" else None
         share = self._rate("matmul", of_fp8 or self.efficiency.matmul)
         if "grouped" in work.name and work.dtype == "bf16":
-            share *= self._rate("matmul", published.GROUPED_MATMUL)
+            share *= self._rate("matmul", ANY.grouped_matmul)
         peak = getattr(self.device, work.dtype) or self.device.bf16
-        waves = times * math.ceil(m / published.TILE) * math.ceil(n / published.TILE) / self.efficiency.multiprocessors
+        waves = times * math.ceil(m / TILE) * math.ceil(n / TILE) / self.efficiency.multiprocessors
         full = waves / math.ceil(waves)
         writing = work.written / (self.device.memory_bandwidth * self._memory())
         return work.flops / (peak * share * full) + writing
@@ -353,14 +353,14 @@ class CostModel:
         of_reduce = efficiency.interconnect_reduce if name == "all_reduce" else None
         share = self._rate("interconnect", of_reduce or efficiency.interconnect)
         interconnect = self.device.interconnect_bandwidth * share
-        network = self.device.network_bandwidth * self._rate("network", published.NETWORK)
-        network *= self._rate("network", published.NETWORK_PER_DOUBLING) ** max(doublings - 2, 0.0)
+        network = self.device.network_bandwidth * self._rate("network", ANY.network)
+        network *= self._rate("network", ANY.network_per_doubling) ** max(doublings - 2, 0.0)
         latency = self._seconds("interconnect", efficiency.latency)
-        latency += self._seconds("network", published.NETWORK_LATENCY) * doublings
+        latency += self._seconds("network", ANY.network_latency) * doublings
         bandwidth = interconnect if nodes == 1 else min(interconnect, network * max(n // nodes, 1))
         if name == "send":  # one rank has one network adapter
             group = "interconnect" if nodes == 1 else "network"
-            return self._seconds(group, published.MESSAGE_LATENCY) + size / (interconnect if nodes == 1 else network)
+            return self._seconds(group, ANY.message_latency) + size / (interconnect if nodes == 1 else network)
         if name == "all_to_all":  # nothing is forwarded: what goes to other nodes takes each rank's own adapter
             remote = (n - n // nodes) / n if nodes > 1 else 0.0
             return latency + max(size * (n - 1) / n / interconnect, size * remote / network)

@@ -19,16 +19,25 @@ from titanlite.config.schema import QUANTIZED_STATES
 from titanlite.config.stage_split import SPLIT_BACKWARD
 from titanlite.data.loader import Batch
 from titanlite.launch.process import Signals
+from titanlite.metrics.devices import find_device
 from titanlite.model import Llama
 from titanlite.parallel import fsdp, mesh
 from titanlite.parallel.own_rules import RunsUncompiled
 from titanlite.parallel.pipeline import pipeline_stage
 from titanlite.tools.plan import expert_load
-from titanlite.tools.plan.find_device import find_device
-from titanlite.tools.plan.fused_norm import fused_norm
 from titanlite.tools.plan.fusion import fuse, overlap, save_less
 from titanlite.tools.plan.memory_timeline import Bytes
-from titanlite.tools.plan.op_trace import BUFFER, Allocation, HostWait, OpTrace, Segment, Work, fake_world, recording
+from titanlite.tools.plan.op_trace import (
+    BUFFER,
+    Allocation,
+    HostWait,
+    OpTrace,
+    Segment,
+    Work,
+    fake_world,
+    fused_norm,
+    recording,
+)
 from titanlite.tools.plan.segments import KINDS, FoldedStage, Pass, Phases, fold_layers, name_kinds, phases_of
 from titanlite.train_step import Balance, SingleStageRunner, TrainStep
 

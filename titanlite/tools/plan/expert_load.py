@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from titanlite.config import Config
-from titanlite.tools.plan.find_device import find_device
+from titanlite.metrics.devices import find_device
 
 
 class ExpertLoad(NamedTuple):

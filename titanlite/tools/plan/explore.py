@@ -21,10 +21,10 @@ from titanlite.config.launch import quantity
 from titanlite.config.loader import ConfigError, LoadedConfig, value_of
 from titanlite.launch.process import available_cores
 from titanlite.launch.progress_bar import progress_bar
+from titanlite.metrics.devices import find_device
 from titanlite.metrics.summary import describe_mesh
 from titanlite.tools.html_page import page
 from titanlite.tools.plan.figures import KIND_COLOURS, SHARE_COLOURS
-from titanlite.tools.plan.find_device import find_device
 from titanlite.tools.plan.planner import make_plan, process_pool, resolve
 from titanlite.tools.plan.report import range_line, speed_line, time_shares, verdict
 from titanlite.tools.plan.result import Plan

@@ -19,7 +19,7 @@ from matplotlib.path import Path as Outline
 from titanlite.tools.html_page import WIDTH, figure_style, page, printed, svg_figure
 from titanlite.tools.plan.memory_timeline import Point
 from titanlite.tools.plan.report import GIB, report, speed_line, time_shares, verdict
-from titanlite.tools.plan.result import Plan, RankPlan
+from titanlite.tools.plan.result import Plan
 from titanlite.tools.plan.segments import Pass
 
 # Persistent kinds are the lowest, so that the others change above a flat area. Neighbours also differ in lightness, so
@@ -43,7 +43,7 @@ ACTIONS = {
 }
 UPDATE_COLOUR, LIMIT_COLOUR = "#555555", "#b00020"
 IDLE = {"facecolor": "#ffffff", "edgecolor": "#999999", "hatch": "/////", "linewidth": 0}
-MAX_POINTS, MAX_POINTS_OF_RANK = 1000, 120  # points of a memory curve: a figure has no room for more
+MAX_POINTS = 1000  # points of a memory curve: a figure has no room for more
 REPORT_WIDTH = 150  # columns, so that the names in the memory table are not truncated
 
 BODY = """\
@@ -59,8 +59,6 @@ def write_html(plan: Plan, file: str, target: Path) -> None:
     """Write a self-contained page about the plan of a config file. Overwrites the target if it exists."""
     with figure_style():
         figures = [svg_figure(memory_figure(plan), "memory", _memory_caption(plan), title="Memory over the step")]
-        if len(plan.ranks) > 1:
-            figures.append(svg_figure(ranks_figure(plan), "ranks", RANKS_CAPTION))
         if plan.spans:
             figures.append(svg_figure(schedule_figure(plan), "schedule", SCHEDULE_CAPTION, title="Pipeline schedule"))
         shortest, longest = plan.step_range
@@ -79,8 +77,6 @@ def write_html(plan: Plan, file: str, target: Path) -> None:
     target.write_text(page(f"titanlite plan: {file}", body), encoding="utf-8", newline="\n")
 
 
-RANKS_CAPTION = """Each pipeline rank, in the same colours, with its peak. Ranks that differ only in their place on \
-other axes need the same memory."""
 SCHEDULE_CAPTION = """The actions of each pipeline rank. The numbers are those of microbatches, where a box has room \
 for one. Of a rank with several stages, a later stage is paler. The gradient reduction and the update begin when the \
 last rank is done."""
@@ -99,9 +95,15 @@ def _memory_caption(plan: Plan) -> str:
 def memory_figure(plan: Plan) -> Figure:
     """Draw GiB on the device by kind, stacked, over the step of the rank that needs the most, with peak and limit."""
     figure = Figure((WIDTH, 4.2), layout="constrained")
-    axes, rank, kinds = figure.add_subplot(), plan.worst, _kinds(plan)
-    _stack(axes, rank, kinds, MAX_POINTS)
-    limit, peak = _limit(plan, rank), rank.peak.total / GIB
+    axes, rank = figure.add_subplot(), plan.worst
+    kinds = [kind for kind in KIND_COLOURS if any(point.bytes[kind] > 0 for point in rank.points)]
+    numbers = thinned(rank.points, MAX_POINTS)
+    # Rounding of allocations can leave a kind some bytes below zero.
+    heights = [[max(rank.points[number].bytes[kind], 0) / GIB for number in numbers] for kind in kinds]
+    axes.stackplot(numbers, heights, colors=[KIND_COLOURS[kind] for kind in kinds], linewidth=0)
+    axes.set_xlim(0, len(rank.points) - 1)
+    axes.spines[["top", "right"]].set_visible(False)
+    limit, peak = (plan.device.memory - sum(rank.overhead.values())) / GIB, rank.peak.total / GIB
     near = limit < 2.5 * peak  # a line far above would leave the curve itself no height
     top = 1.2 * max(peak, limit if near else 0)
     axes.set(ylim=(0, top), ylabel="GiB")
@@ -119,29 +121,6 @@ def memory_figure(plan: Plan) -> Figure:
     name = f"device memory\nwithout overhead:\n{limit:.1f} GiB" + ("" if near else ",\nfar above")
     handles.append(Line2D([], [], **looks, label=name))
     figure.legend(handles=handles, loc="outside right upper", frameon=False)
-    return figure
-
-
-def ranks_figure(plan: Plan) -> Figure:
-    """Draw GiB on the device by kind over the step, in small axes for each pipeline rank."""
-    columns = min(4, len(plan.ranks))
-    rows = math.ceil(len(plan.ranks) / columns)
-    figure = Figure((WIDTH, 0.3 + 1.6 * rows), layout="constrained")
-    grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
-    for axes in grid.flat[len(plan.ranks) :]:
-        axes.set_axis_off()
-    kinds, peak, top = _kinds(plan), plan.worst.peak.total / GIB, 0.0
-    for axes, rank in zip(grid.flat, plan.ranks, strict=False):
-        _stack(axes, rank, kinds, MAX_POINTS_OF_RANK)
-        axes.set_xticks([])
-        limit = _limit(plan, rank)
-        if limit < 2.5 * peak:
-            axes.axhline(limit, color=LIMIT_COLOUR, linewidth=1, linestyle="--")
-            top = max(top, limit)
-        weight = "bold" if rank is plan.worst else "normal"
-        axes.set_title(f"pipeline rank {rank.rank}: {rank.peak.total / GIB:.2f} GiB", fontweight=weight)
-    grid[0, 0].set_ylim(0, 1.05 * max(peak, top))
-    figure.supylabel("GiB", fontsize=9)
     return figure
 
 
@@ -211,25 +190,6 @@ def thinned(points: Sequence[Point], most: int) -> list[int]:
         numbers = range(begin, min(begin + stretch, len(points)))
         chosen |= {choose(numbers, key=lambda number: points[number].total) for choose in (max, min)}
     return sorted(chosen)
-
-
-def _kinds(plan: Plan) -> list[str]:
-    """Return the kinds that some rank has on its device at some moment, from the lowest in the figure."""
-    return [kind for kind in KIND_COLOURS if any(point.bytes[kind] > 0 for rank in plan.ranks for point in rank.points)]
-
-
-def _limit(plan: Plan, rank: RankPlan) -> float:
-    """Return how many GiB a rank has for tensors."""
-    return (plan.device.memory - sum(rank.overhead.values())) / GIB
-
-
-def _stack(axes: Axes, rank: RankPlan, kinds: Sequence[str], most: int) -> None:
-    numbers = thinned(rank.points, most)
-    # Rounding of allocations can leave a kind some bytes below zero.
-    heights = [[max(rank.points[number].bytes[kind], 0) / GIB for number in numbers] for kind in kinds]
-    axes.stackplot(numbers, heights, colors=[KIND_COLOURS[kind] for kind in kinds], linewidth=0)
-    axes.set_xlim(0, len(rank.points) - 1)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _name_phases(axes: Axes, points: Sequence[Point]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from titanlite.config import Config
-from titanlite.tools.plan.find_device import find_device
+from titanlite.metrics.devices import find_device
 from titanlite.tools.plan.op_trace import Memory, Segment
 from titanlite.tools.plan.segments import KINDS
 

@@ -7,7 +7,8 @@ import contextlib
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from titanlite.config.loader import read_toml
 from titanlite.parallel import tiled_attention
 
 
@@ -127,33 +130,15 @@ class Segment(NamedTuple):
 
 
 ALL, BUFFER = -1, "buffer"
+NORM, NORM_BACKWARD = "aten._fused_rms_norm", "aten._fused_rms_norm_backward"
 
-# fmt: off
-COLLECTIVES = {
-    "c10d._allgather_base_": ("all_gather", 0), "c10d.allgather_": ("all_gather", 0),
-    "c10d.allgather_into_tensor_coalesced_": ("all_gather", 0),
-    "c10d._reduce_scatter_base_": ("reduce_scatter", 1), "c10d.reduce_scatter_": ("reduce_scatter", 1),
-    "c10d.reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
-    "c10d.allreduce_": ("all_reduce", 0), "c10d.allreduce_coalesced_": ("all_reduce", 0),
-    "c10d.alltoall_base_": ("all_to_all", ALL), "c10d.broadcast_": ("broadcast", 0),
-    "c10d.send": ("send", 0), "c10d.recv_": ("receive", 0),
-    "_c10d_functional.all_gather_into_tensor": ("all_gather", None),
-    "_c10d_functional.reduce_scatter_tensor": ("reduce_scatter", 0),
-    "_c10d_functional.all_reduce": ("all_reduce", 0), "_c10d_functional.all_to_all_single": ("all_to_all", ALL),
-}
-"""By operator: the name of the collective, and the index of the argument that is the full tensor (None: the result;
-ALL: the largest of the arguments and the result)."""
-VIEWS = frozenset((
-    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "view",
-    "_unsafe_view", "_reshape_alias", "wait_tensor", "lift_fresh", "set_", "is_same_size", "resize_",
-))
-"""Operators that move no data: they allocate uninitialized memory, or return a view."""
-COPIES = frozenset((
-    "aten.copy_", "aten._foreach_copy_", "fsdp.chunk_cat", "fsdp.split_with_sizes_copy",
-))
-"""Operators that do not read what they change."""
+_TABLES = read_toml(str(Path(__file__).with_name("op_trace.toml")))
+VIEWS, COPIES = frozenset(_TABLES["views"]), frozenset(_TABLES["copies"])
+"""Operators that move no data, and operators that do not read what they change."""
+COLLECTIVES: dict[str, list[Any]] = _TABLES["collectives"]
+"""By operator: the name of the collective, and the index of the argument that is the full tensor, if there is one. ALL:
+the largest of the arguments and the result."""
 COPY_IN = "fsdp.all_gather_copy_in"
-# fmt: on
 
 
 class OpTrace(TorchDispatchMode):
@@ -260,11 +245,11 @@ class OpTrace(TorchDispatchMode):
 
     def _record_collective(self, name: str, args: tuple[Any, ...], inputs: list[Tensor], outputs: list[Tensor]) -> None:
         written_to = self._allocations(name, [args[0]] if name == "c10d.alltoall_base_" else outputs)
-        collective, index = COLLECTIVES[name]
-        if index == ALL:
+        collective, *index = COLLECTIVES[name]
+        if index == [ALL]:
             size = max(map(_n_bytes, inputs + outputs))
         else:
-            size = sum(map(_n_bytes, outputs if index is None else _tensors_in(args[index])))
+            size = sum(map(_n_bytes, _tensors_in(args[index[0]]) if index else outputs))
         self.record(Communication(collective, _group_of(args), size, tuple(written_to), self._known(inputs)))
 
     def _allocations(self, name: str, tensors: list[Tensor]) -> list[Allocation]:
@@ -409,3 +394,40 @@ def recording() -> Iterator[OpTrace]:
     finally:
         torch.UntypedStorage.resize_ = resize
         setattr(ShardingPropagator, name, propagate)
+
+
+@contextlib.contextmanager
+def fused_norm(trace: OpTrace, local: Callable[[Tensor], list[Tensor]]) -> Iterator[None]:
+    """Record each RMSNorm in the body as a single operator that saves its input, which it is on CUDA and to the
+    compiler: on a CPU it is a dozen operators, whose autograd saves two copies in float32. `local` returns a tensor's
+    plain tensors on this rank."""
+    composite = F.rms_norm
+
+    def record(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        trace.record_work(name, *([x for tensor in side for x in local(tensor)] for side in (inputs, outputs)))
+
+    class Norm(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+            with trace.paused():
+                out, scale = composite(x, x.shape[-1:], weight, eps), x.new_empty((*x.shape[:-1], 1)).float()
+            record(NORM, (x, weight), (out, scale))
+            context.save_for_backward(x, weight, scale)
+            context.eps = eps
+            return out
+
+        @staticmethod
+        def backward(context: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+            x, weight, scale = context.saved_tensors
+            with trace.paused(), torch.enable_grad():
+                leaves = [tensor.detach().requires_grad_() for tensor in (x, weight)]
+                out = composite(leaves[0], x.shape[-1:], leaves[1], context.eps)
+                grads = torch.autograd.grad(out, leaves, grad)
+            record(NORM_BACKWARD, (grad, x, scale, weight), grads)
+            return grads[0], grads[1], None
+
+    F.rms_norm = lambda x, shape, weight, eps: Norm.apply(x, weight, eps)
+    try:
+        yield
+    finally:
+        F.rms_norm = composite

@@ -21,12 +21,11 @@ from titanlite.config.stage_split import module_names, rank_of_stage
 from titanlite.launch.launcher import ranks_wanted
 from titanlite.launch.process import end_after
 from titanlite.launch.progress_bar import progress_bar
-from titanlite.metrics import devices
+from titanlite.metrics.devices import Device, find_device
 from titanlite.metrics.flops import flops_per_token
 from titanlite.tools.forkserver import forkserver
 from titanlite.tools.plan.cost_model import GROUPS, CostModel
 from titanlite.tools.plan.dry_run import DryRun, checkpointing_period, dry_run
-from titanlite.tools.plan.find_device import find_device
 from titanlite.tools.plan.memory_timeline import Bytes, Point
 from titanlite.tools.plan.result import Plan, RankPlan, devices_per_node
 from titanlite.tools.plan.schedule import all_actions
@@ -40,7 +39,7 @@ FRAGMENTATION = 0.03
 """Share of the peak that the caching allocator cannot use, with expandable segments."""
 
 
-def resolve(loaded: LoadedConfig[Config], world_size: int | None = None) -> tuple[Config, devices.Device, int]:
+def resolve(loaded: LoadedConfig[Config], world_size: int | None = None) -> tuple[Config, Device, int]:
     """Return the config as train.py resolves it on the hardware that it names, the device and the number of ranks:
     `world_size`; None: as many as the degrees ask for or, if one of them is -1, those of a node. Raises ConfigError
     with the problems that train.py reports, or if the plan has no rates of 8-bit products."""
@@ -128,7 +127,7 @@ def make_plan(
     )
 
 
-def _check_device(config: Config, device: devices.Device, per_node: int) -> None:
+def _check_device(config: Config, device: Device, per_node: int) -> None:
     float8, degree = config.float8, config.parallelism.tensor_parallel_degree
     if config.parallelism.enable_async_tensor_parallel and per_node % degree:
         raise ConfigError([f"{ASYNC_TENSOR} = true: {degree} ranks on several nodes share no memory; set false"])
@@ -139,7 +138,7 @@ def _check_device(config: Config, device: devices.Device, per_node: int) -> None
         raise ConfigError([problem + "10.0 (Blackwell); set float8.emulate = true, another recipe or another device"])
 
 
-def takes_cudnn(config: Config, device: devices.Device) -> bool:
+def takes_cudnn(config: Config, device: Device) -> bool:
     """Return whether attention is cuDNN's. If the config leaves the backend to torch, scaled_dot_product_attention of
     torch 2.11 and later takes cuDNN on compute capability 9.x and 10.x, in 16 bits, unless it must be deterministic
     (sdp_utils.cpp: check_prefer_cudnn_attention, can_use_cudnn_attention). The widths of heads are 2.11's to 2.13's."""
@@ -228,7 +227,7 @@ def start_worker() -> None:
     logging.disable(logging.WARNING)
 
 
-def overhead_bytes(device: devices.Device, degrees: Iterable[int]) -> dict[str, int]:
+def overhead_bytes(device: Device, degrees: Iterable[int]) -> dict[str, int]:
     """Return the bytes of non-tensor overhead except fragmentation, which depends on the peak. Each axis with a degree
     above 1 has a process group, and all ranks together have one."""
     if device.kind == "cpu":

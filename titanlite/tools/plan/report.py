@@ -10,10 +10,10 @@ from rich.text import Text
 
 from titanlite.metrics.summary import describe_mesh, describe_precision
 from titanlite.tools.plan.connections import gloo_connections, process_groups
-from titanlite.tools.plan.efficiency import PINNING
+from titanlite.tools.plan.efficiency import ANY
 from titanlite.tools.plan.expert_load import expert_load
 from titanlite.tools.plan.hints import hints
-from titanlite.tools.plan.result import Plan, RankPlan, devices_per_node
+from titanlite.tools.plan.result import Plan, devices_per_node
 from titanlite.tools.plan.saving import saving
 from titanlite.tools.plan.segments import KINDS
 
@@ -33,6 +33,7 @@ def verdict(plan: Plan) -> tuple[bool, str]:
 def report(plan: Plan, file: str) -> Group:
     """Return the full report."""
     fits, line = verdict(plan)
+    offloaded = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in plan.worst.offloaded.items())
     parts = [
         Text(f"{file}: {plan.config.model.flavor}, {plan.n_parameters:,} parameters", style="bold"),
         Text(
@@ -43,7 +44,7 @@ def report(plan: Plan, file: str) -> Group:
         *([Text(experts_line(plan))] if plan.config.model.moe.n_experts else []),
         memory_table(plan),
         Text(line, style="green" if fits else "bold red"),
-        *([offload_line(plan.worst)] if plan.worst.offloaded else []),
+        *([Text(f"in host memory, GiB per rank: {offloaded}")] if offloaded else []),
         *([communication_table(plan)] if plan.cost.communication else []),
         time_table(plan),
         Text(operations_line(plan)),
@@ -90,12 +91,6 @@ def memory_table(plan: Plan) -> Table:
     overhead = ", ".join(f"{name} {size / GIB:.2f}" for name, size in plan.worst.overhead.items())
     table.caption = f"non-tensor overhead: {overhead}" if overhead else None
     return table
-
-
-def offload_line(rank: RankPlan) -> Text:
-    """Return a line on what CPU offload keeps in host memory."""
-    kinds = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in rank.offloaded.items())
-    return Text(f"in host memory, GiB per rank: {kinds}")
 
 
 def experts_line(plan: Plan) -> str:
@@ -225,7 +220,7 @@ def checkpoint_line(plan: Plan) -> str:
     stop = copy + (max(seconds - between, 0.0) if is_async else seconds)
     line += f"a save stops training for {stop:,.1f} s, {stop / (stop + between):.1%} of the time"
     line += ": it waits for the one before" if is_async and seconds > between else ""
-    first, least, most = (copy + pinned / rate for rate in (PINNING.expected, PINNING.high, PINNING.low))
+    first, least, most = (copy + pinned / rate for rate in (ANY.pinning.expected, ANY.pinning.high, ANY.pinning.low))
     once = f"; the first for {first:,.0f} s ({least:,.0f} to {most:,.0f}), pinning {pinned / GIB:,.1f} GiB of each node"
     return line + (once if is_async and pinned else "")
 

@@ -9,7 +9,7 @@ from titanlite import build
 from titanlite.config import Config
 from titanlite.config.schema import QUANTIZED_STATES
 from titanlite.metrics.devices import Device
-from titanlite.tools.plan.efficiency import HOST_LINK, STORAGE
+from titanlite.tools.plan.efficiency import ANY
 
 
 class Saving(NamedTuple):
@@ -41,9 +41,10 @@ def saving(config: Config, device: Device, world_size: int, devices_per_node: in
         n_states -= sum(math.prod(shape) for shape in shapes_of_matrices(config, None))
     size = n_parameters * getattr(torch, dtype).itemsize + n_states * getattr(torch, state).itemsize
     on_host = device.kind == "cpu" or config.training.enable_cpu_offload
-    link = device.host_bandwidth * (1.0 if device.measured else HOST_LINK.expected)
+    link = device.host_bandwidth * (1.0 if device.measured else ANY.host_link.expected)
     nodes = math.ceil(world_size / devices_per_node)
-    write = tuple(size / nodes / (device.storage_bandwidth or x) for x in (STORAGE.expected, STORAGE.high, STORAGE.low))
+    rates = ANY.storage.expected, ANY.storage.high, ANY.storage.low
+    write = tuple(size / nodes / (device.storage_bandwidth or rate) for rate in rates)
     shards = world_size / parallelism.pipeline_parallel_degree / parallelism.data_parallel_replicate_degree
     blocks = sum(2 ** math.ceil(math.log2(n / shards)) for n in sizes) * shards / n_parameters  # per saved element
     return Saving(size, 0.0 if on_host else size / world_size / link, write, 0.0 if on_host else size / nodes * blocks)
