@@ -4,9 +4,11 @@ import importlib.util
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -142,22 +144,33 @@ def logged_by_trackio(folder: Path) -> list[tuple[int, float]]:
     return sorted((row["step"], row[NAMES[1]]) for row in json.loads(done.stdout.splitlines()[-1]))
 
 
+def records_of(data: bytes) -> Iterator[bytes]:
+    """Yield the records of a .wandb file: a log as LevelDB writes it, in blocks of 32 KiB, behind 7 bytes."""
+    position, record = 7, b""
+    while position + 7 <= len(data):
+        left = 2**15 - position % 2**15
+        if left < 7:
+            position += left
+            continue
+        size, kind = struct.unpack("<HB", data[position + 4 : position + 7])
+        record, position = record + data[position + 7 : position + 7 + size], position + 7 + size
+        if kind in (1, 4):  # a record's only or last part
+            yield record
+            record = b""
+
+
 def logged_by_wandb(folder: Path) -> list[tuple[int, float]]:
     """Read the files of the offline runs, which wandb sync uploads under one id."""
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
-    found, ids = [], set()
-    for file in folder.rglob("*.wandb"):
-        store = DataStore()
-        store.open_for_scan(str(file))
-        ids.add(file.stem)
-        while data := store.scan_data():
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(data)
-            row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-            found += [(row["_step"], row[NAMES[1]])] if NAMES[1] in row else []
-    assert len(ids) == 1
+    files = list(folder.rglob("run-*.wandb"))
+    assert len({file.stem for file in files}) == 1
+    found = []
+    for each in (each for file in files for each in records_of(file.read_bytes())):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(each)
+        row = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        found += [(row.get("_step", record.history.step.num), row[NAMES[1]])] if NAMES[1] in row else []
     return sorted(found)
 
 
