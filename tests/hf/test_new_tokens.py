@@ -15,8 +15,7 @@ from tests.helpers.data import BYTES, Assets, rejection, training
 from tests.helpers.hf import build_hf, empty_model, model_options, save_hf
 from tests.techniques.data.test_fine_tuning import CONVERSATIONS, MARKED, SPECIAL_TOKENS, write_rows
 from titanlite import config
-from titanlite.checkpoint.export import prepare
-from titanlite.checkpoint.export import write as export
+from titanlite.checkpoint.export import run as export
 from titanlite.config.hf import tokenizer_size
 from titanlite.config.hf.tokenizer_size import n_token_ids
 from titanlite.config.launch import resolve
@@ -329,6 +328,6 @@ def test_a_model_with_new_tokens_is_exported_with_its_size(chat: Path, tmp_path:
 
     argv = [str(chat), "--model.new_tokens=mean", "--training.steps=1", "--checkpoint.enable"]
     assert ranks(1).run(run_train, argv=argv) == [""]
-    export(prepare(tmp_path / "run" / "checkpoint"), tmp_path / "out")
+    export(tmp_path / "run" / "checkpoint", tmp_path / "out", None)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == V + NEW
     assert load_file(tmp_path / "out" / SINGLE)["lm_head.weight"].shape[0] == V + NEW

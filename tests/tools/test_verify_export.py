@@ -13,9 +13,9 @@ from torch import Tensor
 
 from tests.helpers.cases import cases
 from tests.helpers.checkpoint import write_checkpoint
-from tests.helpers.hf import FAMILIES, SEQ_LEN, empty_model, model_options
+from tests.helpers.hf import FAMILIES, empty_model, model_options
 from tests.hf.test_hf_export import VOCABULARY, command, random_weights, write
-from titanlite.checkpoint.exported_files import license_of, losses, model_card
+from titanlite.checkpoint.exported_files import model_card
 from titanlite.config.schema import Model
 from titanlite.hf.load import SINGLE
 from titanlite.tools.verify_export import verify
@@ -31,10 +31,10 @@ def save(folder: Path, options: Model, dtype: torch.dtype = torch.float32, **cha
     write(folder / "out", options, weights, dtype)
 
 
-def verified(folder: Path, options: Model, capsys: Any, dtype: torch.dtype = torch.float32) -> tuple[bool, str, str]:
+def verified(folder: Path, capsys: Any) -> tuple[bool, str, str]:
     """Return whether the folder is equal, the difference, and the first block that drifts."""
     capsys.readouterr()
-    is_same = verify(folder / "run" / "checkpoint" / "step-2", options, folder / "out", dtype, SEQ_LEN)
+    is_same = verify(folder / "run" / "checkpoint", folder / "out")
     found = re.match(
         r"transformers computes (.+) logits: (\S+); first block that drifts: (.+)", capsys.readouterr().out
     )
@@ -46,7 +46,7 @@ def verified(folder: Path, options: Model, capsys: Any, dtype: torch.dtype = tor
 def test_transformers_computes_the_logits_of_the_checkpoint(family: str, tmp_path: Path, capsys):
     options = model_options(family)
     save(tmp_path, options)
-    is_same, difference, drifting = verified(tmp_path, options, capsys)
+    is_same, difference, drifting = verified(tmp_path, capsys)
     assert (is_same, drifting) == (True, "none")
     assert float(difference) < 1e-12
 
@@ -54,10 +54,7 @@ def test_transformers_computes_the_logits_of_the_checkpoint(family: str, tmp_pat
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_weights_are_rounded_to_the_dtype_of_the_folder_first(dtype: torch.dtype, tmp_path: Path, capsys):
     save(tmp_path, model_options(), dtype)
-    assert verified(tmp_path, model_options(), capsys, dtype)[0]
-    is_same, difference, drifting = verified(tmp_path, model_options(), capsys)
-    assert (is_same, drifting) == (False, "the embedding")
-    assert float(difference) > 1e-4
+    assert verified(tmp_path, capsys)[0]
 
 
 def swapped(name: str) -> Callable[[Path], None]:
@@ -98,7 +95,7 @@ def test_a_folder_that_was_changed_differs_and_the_first_block_is_named(name: st
     change, block = CHANGED[name]
     save(tmp_path, model_options())
     change(tmp_path / "out")
-    is_same, difference, drifting = verified(tmp_path, model_options(), capsys)
+    is_same, difference, drifting = verified(tmp_path, capsys)
     assert not is_same
     assert drifting == block
     assert float(difference) > 1e-6
@@ -108,7 +105,7 @@ def test_the_embedding_of_a_token_that_was_not_drawn_is_compared(tmp_path: Path,
     options = model_options(vocab_size=20_000)
     save(tmp_path, options)
     swapped("model.embed_tokens.weight")(tmp_path / "out")
-    assert verified(tmp_path, options, capsys)[::2] == (False, "the embedding, of tokens that were not compared")
+    assert verified(tmp_path, capsys)[::2] == (False, "the embedding, of tokens that were not compared")
 
 
 def test_logits_that_cannot_differ_are_not_called_the_same(tmp_path: Path, capsys):
@@ -116,8 +113,7 @@ def test_logits_that_cannot_differ_are_not_called_the_same(tmp_path: Path, capsy
     zeros = {"layers.1.attention.wo.weight": torch.zeros(32, 32)}
     save(tmp_path, model_options(), **zeros)
     swapped("model.layers.1.self_attn.q_proj.weight")(tmp_path / "out")
-    path = tmp_path / "run" / "checkpoint" / "step-2"
-    assert not verify(path, model_options(), tmp_path / "out", torch.float32, SEQ_LEN)
+    assert not verify(tmp_path / "run" / "checkpoint", tmp_path / "out")
     out = capsys.readouterr().out
     assert out.startswith("transformers computes perhaps not the same logits: ")
     assert "first block that drifts: none\n" in out
@@ -202,29 +198,26 @@ def test_the_model_card_says_what_the_model_is_from(tmp_path: Path):
         {"step": 2, "loss_metrics/global_avg_loss": 4.5, "validation_metrics/global_avg_loss": 4.25},
         {"step": 3, "loss_metrics/global_avg_loss": 3.5},
     ]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "lo')
     (run / "config.toml").write_text('[training]\ndataset = "json"\ndataset_path = "a.jsonl"\n')
     config = {"training": {"dataset": "json", "dataset_path": "a.jsonl"}}
-    card = model_card("mine", run / "checkpoint" / "step-2", {"step": 2}, config, source).decode()
-    assert card.startswith(
-        '---\nlibrary_name: "transformers"\ntags: ["titanlite"]\nbase_model: "org/base"\nlicense: "apache-2.0"\n---\n\n'
-    )
+    path = run / "checkpoint" / "step-2"
+    card = model_card(path, "mine", config, source).decode()
+    head = 'library_name: "transformers"\ntags: ["titanlite"]\nbase_model: "org/base"\nlicense: "apache-2.0"'
+    assert card.startswith(f"---\n{head}\n---\n\n# mine\n")
     for line in (
-        "# mine",
+        "Trained with titanlite 0.1.0 for 2 steps, on a.jsonl.",
         "- base model: org/base",
-        "- data: a.jsonl",
-        "- steps: 2",
-        "- loss: 4.5 nats per token, at step 2",
-        "- validation loss: 4.25 nats per token, at step 2",
-        "The license of the source is apache-2.0.",
+        "- license of the base model: apache-2.0",
+        "- loss: 4.5000 nats per token, at step 2",
+        "- validation: 4.2500 nats per token, at step 2",
         'dataset_path = "a.jsonl"',
     ):
         assert f"\n{line}\n" in card
     (source / "README.md").unlink()
-    card = model_card("mine", run / "checkpoint" / "step-2", {"step": 2}, config, source).decode()
-    assert "states no license: look it up" in card
+    card = model_card(path, "mine", config, source).decode()
+    assert '\nlicense: "other"\n' in card
+    assert "- license of the base model: not stated there; look it up before you publish\n" in card
+    card = model_card(path, "mine", {}, None).decode()
     assert "\nlicense:" not in card
-    card = model_card("mine", run / "checkpoint" / "step-2", {"step": 2}, {}, None).decode()
-    assert "- base model: none: initial weights were random" in card
-    assert license_of(source / "README.md") == ""
-    assert losses(tmp_path / "none", 2) == {}
+    assert "- base model: none, initial weights were random\n" in card

@@ -1,7 +1,28 @@
-"""Exports a checkpoint as a Hugging Face folder, as the checkpoint and its run's config.toml describe the model."""
+"""Write a checkpoint as a Hugging Face folder that transformers, vLLM and others load.
 
+    titanlite export CHECKPOINT OUT [--dtype bfloat16] [--tokenizer FOLDER] [--source FOLDER] [--max-seq-len N]
+                                    [--verify]
+
+CHECKPOINT is a step-N folder, or the folder of a run's checkpoints, of which the newest is exported. OUT must not
+exist. It gets the weights as safetensors of at most 5 GB, config.json, generation_config.json, the tokenizer's files
+and README.md, a model card. One process with the memory of one tensor is enough, without a GPU.
+
+The run's config.toml, beside the folder of its checkpoints, names the tokenizer and the folder whose weights the run
+started from, if any; --tokenizer and --source name others. The config.json and generation_config.json of that folder
+are kept, with its dtype, except for what the run changed, --dtype and --max-seq-len. Without such a folder, config.json
+states the training's sequence length, and the dtype is the checkpoint's.
+
+--verify has transformers load OUT, and compares its logits with the checkpoint's, block by block, in float64. It needs
+24 bytes of memory per parameter. If OUT exists, nothing is written, and it is compared.
+
+Exit status: 0 written, or equal; 1 OUT cannot be written, or differs; 2 the checkpoint or an argument is wrong.
+"""
+
+import errno
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -9,42 +30,54 @@ from titanlite.checkpoint.folder import state_of
 from titanlite.config.hf.values import how_to_download, read_json_object
 from titanlite.config.loader import ConfigError, read_toml, show
 from titanlite.config.schema import SEEDED, Model
+from titanlite.launch.arguments import Parser, count
 
 EXPORT_DTYPES = ("bfloat16", "float32", "float16")
 
 
-class Export(NamedTuple):
-    """Describes what is exported; `write` writes it."""
+def main(argv: list[str], verify: Callable[[Path, Path], bool]) -> int:
+    """Run `titanlite export`, and `verify` on the checkpoint and the folder if asked to. Returns the exit status."""
+    usage = "titanlite export CHECKPOINT OUT [--dtype bfloat16|float32|float16] [--tokenizer FOLDER] [--source FOLDER]"
+    usage += " [--max-seq-len N] [--verify]"
+    parser = Parser(usage, __doc__)
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a step-N folder, or the folder of several")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
+    text = "dtype of written weights (default: the source's, or the checkpoint's)"
+    parser.add_argument("--dtype", choices=EXPORT_DTYPES, help=text)
+    parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="a tokenizer.json, or the folder with it")
+    text = "folder of the model that the run started from; none: a new config.json"
+    parser.add_argument("--source", metavar="FOLDER", help=text)
+    parser.add_argument("--max-seq-len", type=count(), metavar="N", help="positions that config.json states")
+    parser.add_argument("--verify", action="store_true", help="compare the folder with the checkpoint")
+    arguments = parser.parse_args(argv)
+    options, verifies = vars(arguments), vars(arguments).pop("verify")
+    try:
+        None if verifies and (arguments.out / "config.json").is_file() else run(**options)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise
+        print(f"error: {arguments.out}: cannot be written: {error}", file=sys.stderr)
+        return 1
+    return 0 if not verifies or verify(arguments.checkpoint, arguments.out) else 1
 
-    path: Path
-    """The checkpoint's step-N folder."""
-    reader: Any
-    options: Model
-    dtype: Any
-    """The torch.dtype of the written weights."""
-    max_seq_len: int
-    config: dict[str, Any]
-    """The run's config.toml; empty if there is none."""
-    source: Path | None
-    """Folder of the released model that the run started from."""
-    tokenizer: Any
-    """The tokenizer, or None if it is not known."""
 
-
-def prepare(
+def run(
     checkpoint: Path,
-    dtype: str | None = None,
+    out: Path,
+    dtype: str | None,
     tokenizer: Path | None = None,
     source: str | None = None,
     max_seq_len: int | None = None,
-) -> Export:
-    """Return what the arguments of `titanlite export` ask for. Raises ConfigError if it cannot be exported."""
+) -> None:
+    """Export a checkpoint and print what was written. Raises ConfigError if it cannot be exported."""
     import torch  # here, so that --help does not wait for it
 
+    from titanlite.checkpoint.exported_files import model_card, tokenizer_files
     from titanlite.checkpoint.initial_weights import step_folders
     from titanlite.checkpoint.reader import CheckpointReader
     from titanlite.data.open import build_tokenizer
     from titanlite.data.tokenizer import Rows
+    from titanlite.hf.export import export
 
     path = step_folders(checkpoint)[-1]
     reader = CheckpointReader(path)
@@ -57,44 +90,27 @@ def prepare(
     max_seq_len = max_seq_len or max((length for length in lengths if type(length) is int), default=0)
     if max_seq_len < 1:
         raise ConfigError([f"--max-seq-len: expected 1 or more, since there is no training.seq_len in {config_file}"])
-    assets, built = value_of_run(config, "model", "hf_assets_path") if tokenizer is None else str(tokenizer), None
+    assets = value_of_run(config, "model", "hf_assets_path") if tokenizer is None else str(tokenizer)
+    files = {"README.md": model_card(path, out.name, config, released)}
     if isinstance(assets, str):
         rows = Rows(options.vocab_size, f"model.vocab_size = {options.vocab_size}", "name the run's with --tokenizer")
-        built = build_tokenizer(assets).fit(rows)
-    kind = dtype or dtype_of(before)
-    of_weights = getattr(torch, kind) if kind else reader.dtypes["model.tok_embeddings.weight"]
-    return Export(path, reader, options, of_weights, max_seq_len, config, released, built)
-
-
-def write(export: Export, out: Path) -> None:
-    """Write the folder and print what was written. Raises ConfigError if it exists, or the checkpoint is damaged."""
-    from titanlite.checkpoint.exported_files import model_card, tokenizer_files
-    from titanlite.hf.export import export as write_folder
-
-    path, reader, options, dtype, max_seq_len, config, source, tokenizer = export
-    files = {"README.md": model_card(out.name, path, reader.state, config, source)}
-    origin = f"none, since there is no model.hf_assets_path in {config_file_of_run(path)}"
-    if tokenizer:
-        files |= tokenizer_files(tokenizer, max_seq_len) if tokenizer.path else {}
-        origin = tokenizer.path or "bytes, so there are no files of it"
-        if tokenizer.vocab_size > options.vocab_size:
-            n_more = tokenizer.vocab_size - options.vocab_size
-            origin += f"; the model has no rows for its {n_more} ids from {options.vocab_size} on"
-    special_tokens = {"bos": tokenizer.bos, "eos": tokenizer.eos} if tokenizer else {}
-    origins = {"source": source, "files": files, **special_tokens}
-    n_files = write_folder(reader, options, out, dtype=dtype, max_seq_len=max_seq_len, **origins)
-    print(f"wrote {out}: {path.name}, {str(dtype).removeprefix('torch.')}, safetensors files: {n_files}")
+        built, origin = build_tokenizer(assets).fit(rows), assets or "bytes, so there are no files of it"
+        if built.vocab_size > rows.n:
+            origin += f"; the model has no rows for its {built.vocab_size - rows.n} ids from {rows.n} on"
+        bos, eos = built.bos, built.eos
+        files |= tokenizer_files(built, max_seq_len) if assets else {}
+    else:
+        bos, eos, origin = None, None, f"none, since there is no model.hf_assets_path in {config_file}"
+    dtype = dtype or before.get("dtype") or before.get("torch_dtype")
+    kind = getattr(torch, dtype) if dtype in EXPORT_DTYPES else reader.dtypes["model.tok_embeddings.weight"]
+    origins = {"source": released, "files": files, "bos": bos, "eos": eos}
+    n_files = export(reader, options, out, dtype=kind, max_seq_len=max_seq_len, **origins)
+    print(f"wrote {out}: {path.name}, {str(kind).removeprefix('torch.')}, safetensors files: {n_files}")
     print(f"tokenizer: {origin}")
-    if source:
-        before, after = (read_json_object(folder / "config.json") for folder in (source, out))
+    if released:
+        after = read_json_object(out / "config.json")
         changed = [key for key in {**before, **after} if before.get(key) != after.get(key)]
-        print(f"config.json: that of {source}{', except for ' if changed else ''}{', '.join(changed)}")
-
-
-def dtype_of(config: dict[str, Any]) -> str | None:
-    """Return the dtype that a config.json states, if weights can be exported in it."""
-    dtype = config.get("dtype") or config.get("torch_dtype")
-    return dtype if dtype in EXPORT_DTYPES else None
+        print(f"config.json: that of {released}{', except for ' if changed else ''}{', '.join(changed)}")
 
 
 def export_last_step(folder: Path, step: int, dtype: str) -> None:
@@ -102,7 +118,7 @@ def export_last_step(folder: Path, step: int, dtype: str) -> None:
     folder of checkpoints. Raises ConfigError if it cannot be exported."""
     checkpoint, out = folder / f"step-{step}", folder / f"step-{step}-hf"
     if checkpoint.exists() and not out.exists():
-        write(prepare(checkpoint, None if dtype == "auto" else dtype), out)
+        run(checkpoint, out, None if dtype == "auto" else dtype)
 
 
 def folder_of_source(choice: str | None, config: dict[str, Any]) -> Path | None:

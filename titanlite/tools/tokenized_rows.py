@@ -26,7 +26,11 @@ def show_rows(
     tokenizer: Tokenizer, sequences: Sequences | Mixture, training: Training, n: int, html: Path | None
 ) -> None:
     """Print the first n rows that a run trains on, in its order. `html` also gets them, as a page."""
-    console, texts = Console(highlight=False, soft_wrap=True), [_legend(training)]
+    console, attention = Console(highlight=False, soft_wrap=True), "crosses the limits of documents"
+    attention = "stays within a document" if training.document_mask else attention
+    marks = ("⟦trained on⟧", TRAINED), " not trained on ", ("«special token»", SPECIAL)
+    option = f"training.document_mask = {str(training.document_mask).lower()}"
+    texts = [Text.assemble(*marks, f"; attention {attention} ({option})")]
     console.print(texts[0])
     for number, (sequence, _) in enumerate(itertools.islice(sequences.read(0, 1), n)):
         place = f"row {number + 1} of step {number // training.global_batch_size + 1}"
@@ -40,15 +44,6 @@ def show_rows(
 
         html.write_text(page("Rows of a run", "".join(printed(text, 110) for text in texts)), encoding="utf-8")
         print(f"wrote {html}")
-
-
-def _legend(training: Training) -> Text:
-    """Return the line that explains the marks."""
-    attention = "stays within a document" if training.document_mask else "crosses the limits of documents"
-    return Text.assemble(
-        *[("⟦trained on⟧", TRAINED), " not trained on ", ("«special token»", SPECIAL), "; attention "],
-        f"{attention} (training.document_mask = {str(training.document_mask).lower()})",
-    )
 
 
 def row_text(tokenizer: Tokenizer, sequence: Sequence, training: Training, place: str) -> Text:

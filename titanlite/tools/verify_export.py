@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from titanlite.build_llama import build_llama
-from titanlite.checkpoint.loading import load_weights
+from titanlite.checkpoint import export
+from titanlite.config.hf.values import read_json_object
 from titanlite.config.loader import ConfigError
-from titanlite.config.schema import Model
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.open import build_tokenizer
 from titanlite.hf.load import EXPERT_DIMS
 from titanlite.model import Llama
+from titanlite.tools.generate.folder import ModelFolder, open_folder
 
 TOLERANCE = 1e-9
 """Largest difference of equal activations, relative to the largest one."""
@@ -37,13 +38,34 @@ class InFloat64(TorchFunctionMode):
         return function(*map(wide, arguments), **{key: wide(value) for key, value in (options or {}).items()})
 
 
-def verify(checkpoint: Path, options: Model, out: Path, dtype: torch.dtype, max_seq_len: int) -> bool:
+def main(argv: list[str]) -> int:
+    """Run `titanlite export`. Returns the exit status."""
+    return export.main(argv, verify)
+
+
+def verify(checkpoint: Path, out: Path) -> bool:
+    """Compare a folder with the checkpoint, and how their tokenizers begin a text. Print and return the result."""
+    own, exported = open_folder(checkpoint), open_folder(out)
+    is_same = compare(own, exported, read_json_object(out / "config.json").get("max_position_embeddings", LONGEST))
+    path = own.value("model", "hf_assets_path")
+    if path is None or not (out / "tokenizer.json").is_file():
+        print(f"tokenizer: not compared, since {out if path is not None else own.path} has none")
+        return is_same
+    before, after = build_tokenizer(path).prefix, build_tokenizer(str(out)).prefix
+    what = f"the tokens {after}" if after else "no BOS"
+    wrong = f"the exported tokenizer begins a text with {what}, and training began each with {before}"
+    print("tokenizer: begins a text as in training" if before == after else wrong)
+    return is_same and before == after
+
+
+def compare(own: ModelFolder, exported: ModelFolder, max_seq_len: int) -> bool:
     """Print whether transformers computes from a folder what titanlite computes from the checkpoint, and the first
     block that drifts. Return whether it does. Raises ConfigError if transformers cannot load the folder."""
-    length = min(max_seq_len, LONGEST)
+    options, out = own.options, exported.path
+    length = options.learned_positions or min(max_seq_len, LONGEST)
     n_sequences = max(N_SEQUENCES, options.moe.n_experts // 4)  # several tokens for each expert
     tokens = torch.randint(options.vocab_size, (n_sequences, length), generator=torch.Generator().manual_seed(0))
-    llama = load_llama(checkpoint, options, dtype, length)
+    llama = load_llama(own, exported.dtype, length)
     ours = recorded(llama.layers.values(), lambda: llama(tokens))
     ours[-1].square().mean().backward()
     with InFloat64(), torch.no_grad():
@@ -53,19 +75,22 @@ def verify(checkpoint: Path, options: Model, out: Path, dtype: torch.dtype, max_
     if len(theirs) != len(ours):
         raise ConfigError([f"{out}: transformers has {len(theirs) - 2} blocks, and the checkpoint {len(ours) - 2}"])
     names = ["the embedding", *(f"layers.{number}" for number in llama.layers), "the output head or the norm before it"]
-    differences = [relative(one.detach(), other) for one, other in zip(ours, theirs, strict=True)]
-    drifting = next((name for name, own in zip(names, differences, strict=True) if not own < TOLERANCE), "none")
-    if drifting == "none" and not torch.equal(hf.get_input_embeddings().weight, llama.tok_embeddings.weight):
-        drifting = "the embedding, of tokens that were not compared"
+    differences = [
+        float((one.detach() - other.view_as(one)).abs().max() / one.detach().abs().max())
+        for one, other in zip(ours, theirs, strict=True)
+    ]
+    drifting = [name for name, difference in zip(names, differences, strict=True) if not difference < TOLERANCE]
+    if not torch.equal(hf.get_input_embeddings().weight, llama.tok_embeddings.weight):
+        drifting.append("the embedding, of tokens that were not compared")
     without = [name for name, each in llama.named_parameters() if not has_influence(each)]
-    is_same = drifting == "none" and not without
-    verdict = "the same" if is_same else "other" if drifting != "none" else "perhaps not the same"
-    print(f"transformers computes {verdict} logits: {differences[-1]:.0e}; first block that drifts: {drifting}")
+    verdict = "other" if drifting else "perhaps not the same" if without else "the same"
+    first = (drifting or ["none"])[0]
+    print(f"transformers computes {verdict} logits: {differences[-1]:.0e}; first block that drifts: {first}")
     print(f"compared: {tokens.numel()} random tokens in float64, differences relative to the largest logit")
     if without:
-        shown = ", ".join(without[:3])
-        print(f"no comparison of logits can tell: {len(without)} tensors have no influence on them, such as {shown}")
-    return is_same
+        shown = f"{len(without)} tensors have no influence on them, such as {', '.join(without[:3])}"
+        print(f"no comparison of logits can tell: {shown}")
+    return verdict == "the same"
 
 
 def has_influence(weight: nn.Parameter) -> bool:
@@ -74,12 +99,12 @@ def has_influence(weight: nn.Parameter) -> bool:
     return bool(gradient.flatten(1).any(1).all() if gradient.dim() == EXPERT_DIMS else gradient.any())
 
 
-def load_llama(checkpoint: Path, options: Model, dtype: torch.dtype, length: int) -> Llama:
+def load_llama(folder: ModelFolder, dtype: torch.dtype, length: int) -> Llama:
     """Return the checkpoint's model in float64, its weights rounded to a dtype first, as the export rounds them."""
-    rounded, llama = (build_llama(options, max_seq_len=length).to(kind) for kind in (dtype, torch.float64))
+    rounded, llama = (build_llama(folder.options, max_seq_len=length).to(kind) for kind in (dtype, torch.float64))
     for model in (rounded, llama):
         model.materialize(torch.device("cpu"))
-    load_weights(checkpoint, rounded, options)
+    folder.load(rounded)
     llama.load_state_dict(rounded.state_dict())
     return llama
 
@@ -111,17 +136,3 @@ def recorded(blocks: Any, forward: Callable[[], Tensor]) -> list[Tensor]:
     for hook in hooks:
         hook.remove()
     return [*found, logits]
-
-
-def relative(one: Tensor, other: Tensor) -> float:
-    """Return the largest difference of two tensors, relative to the largest number of the first."""
-    return float((one.flatten() - other.flatten()).abs().max() / one.abs().max())
-
-
-def beginnings(trained: Tokenizer | None, exported: Tokenizer | None) -> str:
-    """Return how the exported tokenizer begins a text in another way than the training's did; "" if it does not."""
-    before, after = (each.prefix if each else [] for each in (trained, exported))
-    if trained is None or before == after:
-        return ""
-    what = "no BOS" if not after else f"the tokens {after}"
-    return f"the exported tokenizer begins a text with {what}, and training began each with {before}"
