@@ -75,10 +75,8 @@ def compare(own: ModelFolder, exported: ModelFolder, max_seq_len: int) -> bool:
     if len(theirs) != len(ours):
         raise ConfigError([f"{out}: transformers has {len(theirs) - 2} blocks, and the checkpoint {len(ours) - 2}"])
     names = ["the embedding", *(f"layers.{number}" for number in llama.layers), "the output head or the norm before it"]
-    differences = [
-        float((one.detach() - other.view_as(one)).abs().max() / one.detach().abs().max())
-        for one, other in zip(ours, theirs, strict=True)
-    ]
+    pairs = [(one.detach(), other.view_as(one)) for one, other in zip(ours, theirs, strict=True)]
+    differences = [float((one - other).abs().max() / one.abs().max()) for one, other in pairs]
     drifting = [name for name, difference in zip(names, differences, strict=True) if not difference < TOLERANCE]
     if not torch.equal(hf.get_input_embeddings().weight, llama.tok_embeddings.weight):
         drifting.append("the embedding, of tokens that were not compared")
