@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from titanlite.build_llama import build_llama
-from titanlite.checkpoint import export
 from titanlite.config.hf.values import read_json_object
 from titanlite.config.loader import ConfigError
 from titanlite.data.open import build_tokenizer
@@ -36,11 +35,6 @@ class InFloat64(TorchFunctionMode):
 
         function = Tensor.double if function is Tensor.float else function
         return function(*map(wide, arguments), **{key: wide(value) for key, value in (options or {}).items()})
-
-
-def main(argv: list[str]) -> int:
-    """Run `titanlite export`. Returns the exit status."""
-    return export.main(argv, verify)
 
 
 def verify(checkpoint: Path, out: Path) -> bool:
