@@ -339,6 +339,9 @@ WRONG_INPUT = [
     ("metrics.freq = 1\nprofiling.enable = true", (),
      ["FILE: metrics.freq = 1: unknown key; did you mean metrics.log_freq?",
      "FILE: profiling.enable = true: unknown key; did you mean profiling.enable_profiling?"]),
+    ("[metrics]\nenable_wandb = true", (),
+     ["FILE: metrics.enable_wandb = true: unknown key; examples/follow_metrics.py passes metrics.jsonl on to "
+      "Weights & Biases; remove it"]),
     ("[optimizer.lrs]\nbase = 3", (), ['FILE: optimizer.lrs = {"base": 3}: unknown key; did you mean optimizer.lr?']),
     ("[training.steps]\nwarmup = 3", (), ['FILE: training.steps = {"warmup": 3}: expected an integer >= 1']),
     ("comm.x = 2020-01-01T12:00:00", (),

@@ -31,10 +31,12 @@ from tests.test_model import relative
 from titanlite import build
 from titanlite.checkpoint import export as export_command
 from titanlite.checkpoint.checkpointer import Checkpointer
+from titanlite.checkpoint.exported_files import tokenizer_files
 from titanlite.checkpoint.files import bytes_of
 from titanlite.config import Config
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Model
+from titanlite.data.open import build_tokenizer
 from titanlite.files import safetensors
 from titanlite.hf.export import export, partition
 from titanlite.hf.load import INDEX, SINGLE, load_hf_weights
@@ -181,7 +183,8 @@ def test_the_tokenizer_is_copied(has_settings: bool, tmp_path: Path, assets):
         assets.settings.unlink()
     options = model_options(vocab_size=VOCABULARY)
     for tokenizer, out in ((assets.folder, tmp_path / "a"), (assets.file, tmp_path / "b")):
-        write(out, options, random_weights(options), BF16, tokenizer=tokenizer)
+        files = tokenizer_files(build_tokenizer(str(tokenizer)), SEQ_LEN)
+        write(out, options, random_weights(options), BF16, files=files)
         theirs = AutoTokenizer.from_pretrained(out)
         tokens = theirs("some text", add_special_tokens=False)["input_ids"]
         assert tokens == ours.encode(["some text"])[0].tolist()

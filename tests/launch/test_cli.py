@@ -1,6 +1,7 @@
 """The `titanlite` command finds its subcommands, and each of them explains itself."""
 
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -16,11 +17,12 @@ from docs.build.config_page import PAGE, SCHEMA, json_schema, reference_markdown
 from tests.helpers.cases import cases
 from tests.helpers.launches import wait_until
 from titanlite.config.errors import TrainingError
-from titanlite.config.loader import printable
+from titanlite.config.loader import printable, tomllib
 from titanlite.launch import cli
 from titanlite.launch.cli import COMMANDS
 
 ROOT = Path(__file__).parents[2]
+SCHEMA = ROOT / "docs" / "reference" / "config.schema.json"
 
 
 def titanlite(*arguments: str) -> subprocess.CompletedProcess:
@@ -112,6 +114,36 @@ def test_a_name_that_no_file_can_have_is_one_line(monkeypatch, capsys, arguments
 
 def test_the_reference_of_all_options_is_up_to_date():
     assert reference_markdown() == PAGE.read_text()
+
+
+def problem_of_an_editor(file: Path, schema: dict[str, Any]) -> str:
+    """Return what an editor would mark in a config: no schema in its first line, or an option that the schema lacks."""
+    first, *_ = file.read_text().splitlines()
+    if (file.parent / first.removeprefix("#:schema ")).resolve() != SCHEMA or not first.startswith("#:schema "):
+        return first
+    for name, values in tomllib.loads(file.read_text()).items():
+        section = schema["properties"].get(name, {})
+        section = schema["$defs"][section["$ref"].rpartition("/")[2]] if "$ref" in section else section
+        if unknown := values.keys() - section.get("properties", {}).keys():
+            return f"{name}.{min(unknown)}"
+    return ""
+
+
+def test_an_editor_finds_the_schema_of_every_shipped_config():
+    schema = json.loads(SCHEMA.read_text())
+    files = sorted((ROOT / "configs").rglob("*.toml"))
+    assert len(files) > 20
+    assert {str(file): found for file in files if (found := problem_of_an_editor(file, schema))} == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[job]\n", "#:schema ../config.schema.json\n", "{first}\n[trainin]\nsteps = 1\n", "{first}\n[model]\nx = 1\n"],
+)
+def test_a_config_that_an_editor_marks_is_found(text: str, tmp_path: Path):
+    first = f"#:schema {os.path.relpath(SCHEMA, tmp_path)}"
+    (tmp_path / "a.toml").write_text(text.format(first=first))
+    assert problem_of_an_editor(tmp_path / "a.toml", json.loads(SCHEMA.read_text()))
 
 
 def test_the_json_schema_is_up_to_date():

@@ -593,7 +593,8 @@ def test_the_config_says_what_the_file_said_and_no_more():
     conversion = converted(values)
     assert toml_of(conversion, header("run.toml", conversion.rows, [])) == (
         '# Converted from torchtitan\'s "run.toml" by titanlite config --from-torchtitan.\n'
-        "# not offered: metrics.enable_wandb = true: metrics go to metrics.jsonl and TensorBoard\n"
+        "# not offered: metrics.enable_wandb = true: "
+        "examples/follow_metrics.py passes metrics.jsonl on to Weights & Biases\n"
         '\n[model]\nflavor = "llama3_8b"\nhf_assets_path = "assets"\n'
         '\n[training]\ndataset = "c4"\nstreaming = true\nshuffle = false\nlocal_batch_size = 4\nsteps = 1000\n'
         'mixed_precision_param = "bfloat16"  # torchtitan\'s default\n'

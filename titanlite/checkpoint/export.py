@@ -1,21 +1,26 @@
 """Write a checkpoint as a Hugging Face folder that transformers, vLLM and others load.
 
     titanlite export CHECKPOINT OUT [--dtype bfloat16] [--tokenizer FOLDER] [--source FOLDER] [--max-seq-len N]
+                                    [--verify]
 
 CHECKPOINT is a step-N folder, or the folder of a run's checkpoints, of which the newest is exported. OUT must not
-exist. It gets the weights as safetensors of at most 5 GB, config.json, generation_config.json and the tokenizer's
-files. One process with the memory of one tensor is enough, without a GPU.
+exist. It gets the weights as safetensors of at most 5 GB, config.json, generation_config.json, the tokenizer's files
+and README.md, a model card. One process with the memory of one tensor is enough, without a GPU.
 
 The run's config.toml, beside the folder of its checkpoints, names the tokenizer and the folder whose weights the run
 started from, if any; --tokenizer and --source name others. The config.json and generation_config.json of that folder
-are kept, except for what the run changed, the dtype, and --max-seq-len. Without such a folder, config.json states the
-training's sequence length.
+are kept, with its dtype, except for what the run changed, --dtype and --max-seq-len. Without such a folder, config.json
+states the training's sequence length, and the dtype is the checkpoint's.
 
-Exit status: 0 written; 1 OUT cannot be written; 2 the checkpoint or an argument is wrong.
+--verify has transformers load OUT, and compares its logits with the checkpoint's, block by block, in float64. It needs
+24 bytes of memory per parameter. If OUT exists, nothing is written, and it is compared.
+
+Exit status: 0 written, or equal; 1 OUT cannot be written, or differs; 2 the checkpoint or an argument is wrong.
 """
 
 import errno
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,27 +35,30 @@ from titanlite.launch.arguments import Parser, count
 EXPORT_DTYPES = ("bfloat16", "float32", "float16")
 
 
-def main(argv: list[str]) -> int:
-    """Run `titanlite export`. Returns the exit status."""
+def main(argv: list[str], verify: Callable[[Path, Path], bool]) -> int:
+    """Run `titanlite export`, and `verify` on the checkpoint and the folder if asked to. Returns the exit status."""
     usage = "titanlite export CHECKPOINT OUT [--dtype bfloat16|float32|float16] [--tokenizer FOLDER] [--source FOLDER]"
-    usage += " [--max-seq-len N]"
+    usage += " [--max-seq-len N] [--verify]"
     parser = Parser(usage, __doc__)
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a step-N folder, or the folder of several")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
-    parser.add_argument("--dtype", choices=EXPORT_DTYPES, help="dtype of written weights (default: the checkpoint's)")
+    text = "dtype of written weights (default: the source's, or the checkpoint's)"
+    parser.add_argument("--dtype", choices=EXPORT_DTYPES, help=text)
     parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="a tokenizer.json, or the folder with it")
     text = "folder of the model that the run started from; none: a new config.json"
     parser.add_argument("--source", metavar="FOLDER", help=text)
     parser.add_argument("--max-seq-len", type=count(), metavar="N", help="positions that config.json states")
+    parser.add_argument("--verify", action="store_true", help="compare the folder with the checkpoint")
     arguments = parser.parse_args(argv)
+    options, verifies = vars(arguments), vars(arguments).pop("verify")
     try:
-        run(**vars(arguments))
+        None if verifies and (arguments.out / "config.json").is_file() else run(**options)
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             raise
         print(f"error: {arguments.out}: cannot be written: {error}", file=sys.stderr)
         return 1
-    return 0
+    return 0 if not verifies or verify(arguments.checkpoint, arguments.out) else 1
 
 
 def run(
@@ -64,6 +72,7 @@ def run(
     """Export a checkpoint and print what was written. Raises ConfigError if it cannot be exported."""
     import torch  # here, so that --help does not wait for it
 
+    from titanlite.checkpoint.exported_files import model_card, tokenizer_files
     from titanlite.checkpoint.initial_weights import step_folders
     from titanlite.checkpoint.reader import CheckpointReader
     from titanlite.data.open import build_tokenizer
@@ -82,17 +91,19 @@ def run(
     if max_seq_len < 1:
         raise ConfigError([f"--max-seq-len: expected 1 or more, since there is no training.seq_len in {config_file}"])
     assets = value_of_run(config, "model", "hf_assets_path") if tokenizer is None else str(tokenizer)
+    files = {"README.md": model_card(path, out.name, config, released)}
     if isinstance(assets, str):
         rows = Rows(options.vocab_size, f"model.vocab_size = {options.vocab_size}", "name the run's with --tokenizer")
         built, origin = build_tokenizer(assets).fit(rows), assets or "bytes, so there are no files of it"
         if built.vocab_size > rows.n:
             origin += f"; the model has no rows for its {built.vocab_size - rows.n} ids from {rows.n} on"
         bos, eos = built.bos, built.eos
+        files |= tokenizer_files(built, max_seq_len) if assets else {}
     else:
         bos, eos, origin = None, None, f"none, since there is no model.hf_assets_path in {config_file}"
-    kind = getattr(torch, dtype) if dtype else reader.dtypes["model.tok_embeddings.weight"]
-    files = Path(assets).expanduser() if assets else None
-    origins = {"source": released, "tokenizer": files, "bos": bos, "eos": eos}
+    dtype = dtype or before.get("dtype") or before.get("torch_dtype")
+    kind = getattr(torch, dtype) if dtype in EXPORT_DTYPES else reader.dtypes["model.tok_embeddings.weight"]
+    origins = {"source": released, "files": files, "bos": bos, "eos": eos}
     n_files = export(reader, options, out, dtype=kind, max_seq_len=max_seq_len, **origins)
     print(f"wrote {out}: {path.name}, {str(kind).removeprefix('torch.')}, safetensors files: {n_files}")
     print(f"tokenizer: {origin}")

@@ -380,8 +380,14 @@ def options_of(kind: type[Section]) -> dict[str, Any]:
     return {key: option for key, option in fields if key not in sections}
 
 
+ANSWERS = {"metrics.enable_wandb": "examples/follow_metrics.py passes metrics.jsonl on to Weights & Biases; remove it"}
+"""What to do about keys that other programs have, and no option here is like."""
+
+
 def _hint(kind: type[Section], section: str, key: str = "") -> str:
     """Return a hint for an unknown section or key: similar names, names with this word, or the key's other sections."""
+    if f"{section}.{key}" in ANSWERS:
+        return f"; {ANSWERS[f'{section}.{key}']}"
     keys = [option.rpartition(".")[::2] for option in options_of(kind)]
     own = [name for other, name in keys if other == section]
     near = [] if key else difflib.get_close_matches(section, sections_of(kind), n=1, cutoff=0.7)

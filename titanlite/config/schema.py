@@ -741,7 +741,8 @@ class Checkpoint(Section):
     last_save_in_hf: bool = False
     """After the last step, also write the weights as a Hugging Face folder, step-N-hf in the folder of checkpoints."""
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Data type of the weights of last_save_in_hf; auto: training.dtype."""
+    """Data type of the weights of last_save_in_hf; auto: that of the released model that the run started from, or else
+    training.dtype."""
     async_mode: Literal["disabled", "async"] = "disabled"
     """async: copy the state to host memory and write it while training continues."""
     on_corrupt: Literal["stop", "previous"] = "stop"

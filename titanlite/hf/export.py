@@ -4,8 +4,7 @@ in the folder. The biases that balance experts are in float32, whatever the dtyp
 """
 
 import json
-import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,6 @@ from titanlite.launch.progress import progress
 
 LOAD = ".router.load"
 """The end of the names of the experts' load, a state of training that no folder has."""
-BESIDE_THE_TOKENIZER = (
-    *("tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
-    *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
-)
 
 
 def export(
@@ -40,7 +35,7 @@ def export(
     dtype: torch.dtype,
     max_seq_len: int,
     source: Path | None = None,
-    tokenizer: Path | None = None,
+    files: Mapping[str, bytes] | None = None,
     bos: int | None = None,
     eos: int | None = None,
     max_file_bytes: int = 5_000_000_000,
@@ -55,7 +50,7 @@ def export(
         dtype: the dtype of the written weights.
         max_seq_len: the number of positions that config.json states.
         source: folder of the released model that the run started from; None: there is none.
-        tokenizer: tokenizer.json, or the folder with it, to copy; None: no tokenizer files.
+        files: further files of the folder by name, such as those of a tokenizer.
         bos: token id of BOS; None: the model has none.
         eos: token id of EOS; None: it is not known.
         max_file_bytes: most bytes of tensors in a file; a larger parameter has a file of its own.
@@ -70,8 +65,8 @@ def export(
     with new_folder(out) as folder:
         for name, content in zip(("config.json", "generation_config.json"), configs, strict=True):
             _write_json(folder / name, content)
-        if tokenizer is not None:
-            copy_tokenizer(tokenizer, folder)
+        for name, data in (files or {}).items():
+            write_synced(folder / name, data)
         return _write_weights(reader, options, folder, dtype, max_file_bytes)
 
 
@@ -108,17 +103,6 @@ def _name(dtype: torch.dtype) -> str:
 
 def _shape(shape: torch.Size | None) -> str:
     return "no such tensor" if shape is None else f"shape {list(shape)}"
-
-
-def copy_tokenizer(tokenizer: Path, folder: Path) -> None:
-    """Copy the files of a tokenizer. Raises ConfigError if there is no tokenizer.json."""
-    file = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
-    if not file.is_file():
-        raise ConfigError([f"{file}: no such file; expected a tokenizer.json, or the folder that contains it"])
-    for name in BESIDE_THE_TOKENIZER:
-        if (file.parent / name).is_file():
-            shutil.copyfile(file.parent / name, folder / name)
-    shutil.copyfile(file, folder / "tokenizer.json")  # the given file may have another name
 
 
 def _write_weights(reader: Any, options: Model, folder: Path, dtype: torch.dtype, max_file_bytes: int) -> int:

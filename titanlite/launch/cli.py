@@ -27,7 +27,7 @@ COMMANDS = {
     "config": ("titanlite.tools.config", "print, compare or convert configs, or print all options"),
     "generate": ("titanlite.tools.generate.command", "continue prompts with a trained model"),
     "eval": ("titanlite.tools.evaluate", "compute the loss of a model on a dataset"),
-    "export": ("titanlite.checkpoint.export", "write a checkpoint as a Hugging Face folder"),
+    "export": ("titanlite.tools.export", "write a checkpoint as a Hugging Face folder"),
 }
 """Subcommand: its module, whose `main(argv)` returns the exit status or raises ConfigError, and its description."""
 

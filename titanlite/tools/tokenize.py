@@ -1,12 +1,14 @@
 """Tokenize the dataset of a config before a run, on any machine: it needs no GPU.
 
-    titanlite tokenize CONFIG [--section.key=value ...] [--verify]
+    titanlite tokenize CONFIG [--section.key=value ...] [--verify] [--show N [--html FILE]]
 
 Builds the missing parts of the token cache in training.cache_folder, for training and for validation. A build that was
 stopped continues where it was. If several machines share the folder, one builds and the others wait for it.
 Prints the documents, the tokens, the bytes of text per token, and the steps of an epoch and the epochs of the config;
 for a mixture, the epochs and the share of each dataset.
 --verify also reads every token and compares it with its checksum; damaged parts are built again.
+--show N also prints the first N rows that the run trains on, decoded: ⟦trained spans⟧, «special tokens» and the limits
+of documents. --html FILE writes them as a page, too.
 
 Exit status: 0 the token cache is complete, or the command was asked to stop; 2 the config or the dataset is wrong; 1
 anything else.
@@ -19,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.config import Config, ConfigError, load
 from titanlite.config.launch import quantity, resolve
+from titanlite.launch.arguments import Parser, count, new_file
 
 if TYPE_CHECKING:
     from titanlite.data.token_shards import Split, TokenCache
@@ -43,9 +46,16 @@ def main(argv: list[str]) -> int:
 
 def tokenize(argv: list[str]) -> None:
     """Build the token caches of a config. Raises ConfigError and TrainingError as `open_cache` does."""
-    from titanlite.data.open import open_cache, open_mixture, token_caches, tokenizer_of_run
+    parser = Parser("titanlite tokenize CONFIG [--section.key=value ...]", __doc__)
+    parser.add_argument("--verify", action="store_true")
+    parser.add_argument("--show", type=count(), metavar="N")
+    parser.add_argument("--html", type=new_file, metavar="FILE")
+    arguments, config_arguments = parser.parse_known_args(argv)
+    if arguments.html and not arguments.show:
+        parser.error("--html is an option of --show")
+    loaded = load(config_arguments).config
+    from titanlite.data.open import open_cache, open_mixture, open_sequences, token_caches, tokenizer_of_run
 
-    loaded = load([argument for argument in argv if argument != "--verify"]).config
     # Tokens do not depend on the number of ranks, but steps may. If the config leaves both open, one shard is assumed.
     config = resolve(loaded, max(loaded.parallelism.data_parallel_shard_degree, 1), on_cuda=False)
     if loaded.training.global_batch_size == loaded.parallelism.data_parallel_shard_degree == -1:
@@ -55,7 +65,7 @@ def tokenize(argv: list[str]) -> None:
     if config.training.streaming:
         print("training: nothing to do, since training.streaming = true reads the documents while training")
     folder, caches = config.training.cache_folder, []
-    options: Any = {"cache_folder": folder, "builds_cache": True, "verifies": "--verify" in argv}
+    options: Any = {"cache_folder": folder, "builds_cache": True, "verifies": arguments.verify}
     for each in token_caches(config.training, config.validation):
         cache = open_cache(each.source, tokenizer, each.fraction, **options)
         caches.append((each, cache))
@@ -65,15 +75,21 @@ def tokenize(argv: list[str]) -> None:
             print(f"{name}{dataset}: {describe(config, cache, split)}", flush=True)
     if config.training.datasets:
         print_mixture(config, open_mixture(tokenizer, config.training, caches, seed=config.debug.seed))
+    if arguments.show:
+        from titanlite.tools.tokenized_rows import show_rows  # here: the counts need neither torch nor rich
+
+        of_run = config.training, config.validation
+        sequences, *_ = open_sequences(tokenizer, *of_run, seed=config.debug.seed, builds_cache=True)
+        show_rows(tokenizer, sequences, config.training, arguments.show, arguments.html)
 
 
 def print_mixture(config: Config, sequences: MixedSequences) -> None:
     """Print how often the run reads each dataset of a mixture. Raises ConfigError if all are used up before its end."""
     n = config.training.steps * config.training.global_batch_size
     sequences.check(None, n)
-    for each, count in zip(sequences.components, sequences.expected_counts(n), strict=True):
-        line = f"{each.name}: training.steps = {config.training.steps} reads {count / each.sequences.n_sequences:.3g} "
-        print(f"{line}epochs, {count / n:.1%} of the run; {each.sequences}", flush=True)
+    for each, read in zip(sequences.components, sequences.expected_counts(n), strict=True):
+        line = f"{each.name}: training.steps = {config.training.steps} reads {read / each.sequences.n_sequences:.3g} "
+        print(f"{line}epochs, {read / n:.1%} of the run; {each.sequences}", flush=True)
 
 
 def describe(config: Config, cache: TokenCache, split: Split) -> str:

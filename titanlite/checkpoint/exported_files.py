@@ -1,0 +1,82 @@
+"""Files of an exported folder beside the model's: those of the tokenizer, and the model card."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from titanlite import __version__
+from titanlite.config.hf.values import read_json_object
+from titanlite.config.regular_file import read_file
+from titanlite.data.tokenizer import Tokenizer
+
+BESIDE_THE_TOKENIZER = (
+    *("tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
+)
+LARGEST_FILE = 2**28
+"""Bytes at most of a file that is read."""
+CARD = """---
+{head}
+---
+
+# {name}
+
+Trained with titanlite {version} for {steps:,} steps, on {data}.
+
+- base model: {base}
+- license of the base model: {license}
+{losses}
+The config of the run, with every option:
+
+````toml
+{config}````
+"""
+
+
+def tokenizer_files(tokenizer: Tokenizer, max_seq_len: int) -> dict[str, bytes]:
+    """Return the files of a tokenizer by name. Where tokenizer_config.json lacks them, it gets the class that read the
+    text of the training, so that no other program guesses one, and the number of positions."""
+    path, name = Path(tokenizer.path).expanduser(), BESIDE_THE_TOKENIZER[0]
+    file = path / "tokenizer.json" if path.is_dir() else path
+    found = [each for each in BESIDE_THE_TOKENIZER if (file.parent / each).is_file()]
+    files = {each: read_file(file.parent / each, LARGEST_FILE) for each in found}
+    config = {"tokenizer_class": tokenizer.call(class_of), "model_max_length": max_seq_len}
+    config |= read_json_object(file.parent / name) if name in files else {}
+    files[name] = json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
+    return {**files, "tokenizer.json": read_file(file, LARGEST_FILE)}  # the given file may have another name
+
+
+def class_of(tokenizer: Tokenizer) -> str:
+    """Return the name of transformers' class of a tokenizer, by which version 4 knows it, too."""
+    name = type(tokenizer.loaded).__name__  # type: ignore[attr-defined]
+    return "PreTrainedTokenizerFast" if name == "TokenizersBackend" else name
+
+
+def model_card(path: Path, name: str, config: dict[str, Any], source: Path | None) -> bytes:
+    """Return README.md of a step-N folder's model: what it is from, with its license, data, steps, losses, config."""
+    run, step, training = path.resolve().parents[1], int(path.name.removeprefix("step-")), config.get("training", {})
+    head: dict[str, Any] = {"library_name": "transformers", "tags": ["titanlite"]}
+    base, license_name, losses = "none, initial weights were random", "", dict[str, str]()
+    if source:
+        base = head["base_model"] = (
+            read_json_object(source / "config.json").get("_name_or_path") or source.resolve().name
+        )
+        card = source / "README.md"
+        text = read_file(card, LARGEST_FILE).decode("utf-8", "replace") if card.is_file() else ""
+        found = re.match(r"---\n(?:.*\n)*?license: *[\"']?([\w.-]+)", text.partition("\n---")[0])
+        license_name = head["license"] = found[1] if found else "other"
+    metrics = run / "metrics.jsonl"
+    for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True) if metrics.is_file() else ():
+        row = json.loads(line) if line.endswith("}\n") else {"step": step + 1}  # the run was killed in the last line
+        for what in ("loss", "validation"):
+            if (value := row.get(f"{what}_metrics/global_avg_loss")) is not None and row["step"] <= step:
+                losses[what] = f"- {what}: {value:.4f} nats per token, at step {row['step']:,}\n"
+    names = [str(each.get("name")) for each in training.get("datasets") or ()]
+    return CARD.format(
+        head="\n".join(f"{key}: {json.dumps(value)}" for key, value in head.items()),
+        **{"name": name, "version": __version__, "steps": step, "base": base, "losses": "".join(losses.values())},
+        data=", ".join(names) or training.get("dataset_path") or training.get("dataset", "data that is not known"),
+        license=license_name if license_name != "other" else "not stated there; look it up before you publish",
+        config=(run / "config.toml").read_text(encoding="utf-8") if config else "",
+    ).encode()
