@@ -236,9 +236,43 @@ def _read_weights(
     is_hf = any(name.startswith(("lm_head.", *PREFIXES)) for name in files)
     # A model of transformers has one tensor of all experts of a layer: [experts, rows of w1 and w3, columns]. Its
     # save_pretrained writes a tensor for each expert.
-    is_stacked = not model.moe.expert_bias and any(name.endswith(STACKED) for name in files)
-    sources, expected = {name: (name,) for name in shapes}, {} if is_hf else dict(shapes)
-    for names, ours in hf_tensors(model, shapes).items() if is_hf else ():
+    is_stacked = is_hf and not model.moe.expert_bias and any(name.endswith(STACKED) for name in files)
+    sources, expected = {name: (name,) for name in shapes}, dict(shapes)
+    if is_hf:
+        sources, expected = _sources(shapes, model, is_stacked=is_stacked)
+    head = (OUTPUT_HEAD if is_hf else "output.weight") if model.tie_embeddings else None
+    expected |= {head: shapes[EMBEDDING]} if head in files else {}
+    _check_names(place, {*files}, {*expected})
+    read: dict[str, Tensor] = {}
+    for file in sorted({files[name] for name in expected}):
+        own = {name: shape for name, shape in expected.items() if files[name] == file}
+        read |= _read_tensors(file, own, narrowest)
+    if head in files and not torch.equal(read[head], read[sources[EMBEDDING][0]]):
+        problem = f"{head} differs from {sources[EMBEDDING][0]}, and tie_word_embeddings of config.json is true"
+        raise ConfigError([f"{files[head]}: {problem}"])
+    if not is_hf:
+        return {name: read[name] for name in shapes}
+    return {
+        name: _own_tensor(name, [read[each] for each in there], model, is_stacked=is_stacked)
+        for name, there in sources.items()
+    }
+
+
+def _check_names(place: Path, found: set[str], expected: set[str]) -> None:
+    """Raise ConfigError if a tensor is missing or unknown."""
+    other = {name for name in found - expected if not NOT_A_WEIGHT.fullmatch(name)}
+    for problem, wrong in (("lacks", expected - found), ("has the unknown tensor", other)):
+        if wrong:
+            expectation = "expected the tensors of the model of config.json, with the names of transformers or of Llama"
+            raise ConfigError([f"{place}: {problem} {first_of(sorted(wrong))}; {expectation}"])
+
+
+def _sources(
+    shapes: dict[str, torch.Size], model: Model, *, is_stacked: bool
+) -> tuple[dict[str, tuple[str, ...]], dict[str, torch.Size]]:
+    """Return the tensors in transformers that each of ours is in, and the shapes of all of them."""
+    sources, expected = {}, {}
+    for names, ours in hf_tensors(model, shapes).items():
         shape = hf_shape(ours, shapes, model)
         if is_stacked:
             names = tuple(name.replace(".block_sparse_moe.", ".mlp.") for name in names)
@@ -248,31 +282,17 @@ def _read_weights(
             shape = torch.Size((model.moe.n_experts, n * shape[0], shape[1]))
         sources |= dict.fromkeys(ours, names)
         expected |= dict.fromkeys(names, shape)
-    head = (OUTPUT_HEAD if is_hf else "output.weight") if model.tie_embeddings else None
-    expected |= {head: shapes[EMBEDDING]} if head in files else {}
-    missing = sorted(expected.keys() - files.keys())
-    other = sorted(name for name in files.keys() - expected.keys() if not NOT_A_WEIGHT.fullmatch(name))
-    for problem, wrong in (("lacks", missing), ("has the unknown tensor", other)):
-        if wrong:
-            expectation = "expected the tensors of the model of config.json, with the names of transformers or of Llama"
-            raise ConfigError([f"{place}: {problem} {first_of(wrong)}; {expectation}"])
-    read: dict[str, Tensor] = {}
-    for file in sorted({files[name] for name in expected}):
-        own = {name: shape for name, shape in expected.items() if files[name] == file}
-        read |= _read_tensors(file, own, narrowest)
-    if head in files and not torch.equal(read[head], read[sources[EMBEDDING][0]]):
-        problem = f"{head} differs from {sources[EMBEDDING][0]}, and tie_word_embeddings of config.json is true"
-        raise ConfigError([f"{files[head]}: {problem}"])
+    return sources, expected
 
-    def own_tensor(name: str, tensors: list[Tensor]) -> Tensor:
-        if len(tensors) > 1:
-            return torch.stack(tensors)
-        if is_stacked and EXPERTS in name:
-            _, n, index = TENSORS[name.rpartition(".")[2]]
-            return tensors[0].chunk(n, 1)[index]
-        return from_hf(name, tensors[0], model) if is_hf else tensors[0]
 
-    return {name: own_tensor(name, [read[each] for each in there]) for name, there in sources.items()}
+def _own_tensor(name: str, tensors: list[Tensor], model: Model, *, is_stacked: bool) -> Tensor:
+    """Return one of our tensors from those in transformers."""
+    if len(tensors) > 1:
+        return torch.stack(tensors)
+    if is_stacked and EXPERTS in name:
+        _, n, index = TENSORS[name.rpartition(".")[2]]
+        return tensors[0].chunk(n, 1)[index]
+    return from_hf(name, tensors[0], model)
 
 
 def _read_tensors(file: Path, shapes: dict[str, torch.Size], narrowest: torch.dtype) -> dict[str, Tensor]:
