@@ -590,10 +590,6 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no optimizer": (in_json(STEP, optimizer=None), "weights_after.safetensors: "),
     "other model": (in_json("config.json", intermediate_size=64), "has shape [48, 32], and the model of config.json"),
     "unknown model": (in_json("config.json", model_type="bloom"), 'model_type = "bloom": unsupported'),
-    "experts": (
-        in_json("config.json", model_type="mixtral", num_local_experts=4, num_experts_per_tok=2),
-        "the model has experts; only dense ones are compared",
-    ),
     "heads": (in_json("config.json", num_key_value_heads=3), "expected a divisor of model.n_heads = 4"),
     "too long": (in_json("config.json", max_position_embeddings=16), "32 tokens a sequence, and max_position"),
     "foreign tokenizer": (in_json("config.json", vocab_size=30), "was it another model's tokenizer?"),
