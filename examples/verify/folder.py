@@ -23,6 +23,7 @@ def write_folder(
     gradients: Mapping[str, Tensor] | None = None,
     weights_after: Mapping[str, Tensor] | None = None,
     document_positions: Tensor | None = None,
+    experts: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write a folder; files of an earlier step in it are replaced.
 
@@ -35,10 +36,11 @@ def write_folder(
         gradients: full tensors before clipping, by the names of the weights.
         weights_after: full tensors after the step.
         document_positions: [B, T] the position of each token in its document, if documents do not attend to each other.
+        experts: [B, T, experts per token] the experts of each token, by layer: "layers.0".
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for file in ("gradients.safetensors", "weights_after.safetensors"):
+    for file in ("gradients.safetensors", "weights_after.safetensors", "experts.safetensors"):
         (folder / file).unlink(missing_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
     (folder / "step.json").write_text(json.dumps(dict(step), indent=2) + "\n")
@@ -51,6 +53,8 @@ def write_folder(
         _save(gradients, folder / "gradients.safetensors")
     if weights_after is not None:
         _save(weights_after, folder / "weights_after.safetensors")
+    if experts is not None:
+        _save(experts, folder / "experts.safetensors")
 
 
 def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

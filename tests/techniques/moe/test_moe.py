@@ -493,7 +493,7 @@ def _all_tokens_to_the_first(rank: int) -> Any:
     def choose(router: layer.Router, scores_NE: Tensor) -> Tensor:
         return torch.arange(router.moe.n_experts_per_token).expand(len(scores_NE), -1)
 
-    return mock.patch.object(layer.Router, "_choose", choose)
+    return mock.patch.object(layer.Router, "choose", choose)
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,9 @@ from titanlite.hf.names import hf_name, tensor_shapes, to_hf
 from titanlite.launch import progress
 from titanlite.launch.cli import run_command
 from titanlite.tools.parity import against, recorded_step
-from titanlite.tools.parity.against import compare
 from titanlite.tools.parity.ratios import Row, clusters, describe
-from titanlite.tools.parity.recorded_step import read_step
+from titanlite.tools.parity.recorded_step import RecordedStep, read_step
+from titanlite.tools.parity.routes import Routes
 
 ROOT = Path(__file__).parents[3]
 CONFIG: dict[str, Any] = {
@@ -200,6 +200,10 @@ def in_transformers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def model_section() -> dict[str, Any]:
     sizes = {"dim": 32, "n_layers": 2, "n_heads": HEADS, "n_kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
     return {**sizes, "ffn_dim": 48, "vocab_size": 60}
+
+
+def compare(recorded: RecordedStep) -> dict[str, list[Row]]:
+    return against.compare(recorded, Routes(recorded), Routes(recorded))
 
 
 def verdict(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
@@ -499,9 +503,9 @@ def test_no_escape_of_a_file_reaches_the_console(tmp_path: Path, capsys):
 def test_a_folder_that_changes_while_it_is_read_is_one_line(name: str, tmp_path: Path, capsys, monkeypatch):
     folder, real = take_step(tmp_path), recorded_step._read_weights
 
-    def read_weights(place: Path, **options: Any) -> dict[str, Tensor]:
+    def read_weights(place: Path, *shapes: Any, **options: Any) -> dict[str, Tensor]:
         os.utime(folder / f"{name}.safetensors", (1, 1))
-        return real(place, **options)
+        return real(place, *shapes, **options)
 
     monkeypatch.setattr(recorded_step, "_read_weights", read_weights)
     assert run_command("parity", ["--against", str(folder)]) == 2
@@ -586,10 +590,6 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no optimizer": (in_json(STEP, optimizer=None), "weights_after.safetensors: "),
     "other model": (in_json("config.json", intermediate_size=64), "has shape [48, 32], and the model of config.json"),
     "unknown model": (in_json("config.json", model_type="bloom"), 'model_type = "bloom": unsupported'),
-    "experts": (
-        in_json("config.json", model_type="mixtral", num_local_experts=4, num_experts_per_tok=2),
-        "the model has experts; only dense ones are compared",
-    ),
     "heads": (in_json("config.json", num_key_value_heads=3), "expected a divisor of model.n_heads = 4"),
     "too long": (in_json("config.json", max_position_embeddings=16), "32 tokens a sequence, and max_position"),
     "foreign tokenizer": (in_json("config.json", vocab_size=30), "was it another model's tokenizer?"),

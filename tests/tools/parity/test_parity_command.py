@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
-from titanlite import config
+from titanlite import Own, config
+from titanlite.data.packing import Sequence
 from titanlite.launch import launcher
+from titanlite.loss import IGNORED
 from titanlite.tools.parity import command
 from titanlite.tools.parity.compare import FLOAT64_TOLERANCE, print_comparison, tolerances
 from titanlite.tools.parity.reference import RandomSequences, Trace, run_reference
@@ -161,3 +164,17 @@ def test_shrinking_keeps_the_layout(file):
     assert len(config.schema.stage_modules(small)) == len(config.schema.stage_modules(resolved))
     assert small.model.dim <= 256
     assert small.training.seq_len <= 512
+
+
+def test_every_random_sequence_has_a_valid_target():
+    """Otherwise some steps of a global batch of one sequence have no loss: 0 / 0."""
+    for seed in range(100):
+        job = config.load([DEBUG, "--training.seq_len=32", f"--debug.seed={seed}"]).config
+        assert all((RandomSequences(job)[index].targets != IGNORED).any() for index in range(10))
+
+
+def test_own_data_without_a_valid_target_is_a_line():
+    nothing = Sequence(np.arange(32), np.full(32, IGNORED), np.arange(32))
+    loaded = config.load(["debug", "--training.seq_len=32"], Own(data=lambda *arguments: [nothing] * 8))
+    with pytest.raises(config.ConfigError, match=r"own\.data: the sequences of step 1 have no valid target"):
+        run_reference(config.check(loaded, config.Launch(0, 0, 1, 1, 0)), CPU, steps=1)

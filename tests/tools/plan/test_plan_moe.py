@@ -131,7 +131,7 @@ def real_step(argv: list[str], choose: Choice) -> dict[str, Any]:
     has read counts."""
     launch = config.Launch.from_environment(n_devices=0)
     job, reads = config.check(config.load(argv), launch), mock.Mock(side_effect=counts.read)
-    with mock.patch.object(Router, "_choose", choose), mock.patch.object(counts, "read", reads):
+    with mock.patch.object(Router, "choose", choose), mock.patch.object(counts, "read", reads):
         run = TrainingRun(job, CPU)
         run.step(run.loader.next())  # the first one also computes on fake tensors, for DTensor
         batch, collectives = run.loader.next(), Collectives()
@@ -146,7 +146,7 @@ def real_step(argv: list[str], choose: Choice) -> dict[str, Any]:
 
 def real_peak_of(argv: list[str], choose: Choice) -> int:
     """Return the peak bytes of this process, whose routers choose as told."""
-    with mock.patch.object(Router, "_choose", choose):
+    with mock.patch.object(Router, "choose", choose):
         return real_peak(argv)
 
 

@@ -46,7 +46,7 @@ class Router(nn.Module):
         logits_NE = F.linear(x_ND.to(wide), *(weight.to(wide) for weight in self.local_weights()))
         scores_NE = logits_NE.sigmoid() if self.moe.score_function == "sigmoid" else logits_NE.softmax(-1)
         chosen_by_NE = scores_NE.detach()
-        experts_NK = self._choose(chosen_by_NE if self.balance_bias is None else chosen_by_NE + self.balance_bias)
+        experts_NK = self.choose(chosen_by_NE if self.balance_bias is None else chosen_by_NE + self.balance_bias)
         counts_E = _count(experts_NK, self.n_experts)
         if torch.is_grad_enabled() and self.contributes:
             scores_NE = self._balanced(scores_NE, logits_NE, counts_E)
@@ -75,7 +75,8 @@ class Router(nn.Module):
         record = torch.cat([each.detach().to(torch.float64) for each in (counts_E, sums_E, z_loss.unsqueeze(0))])
         return _Balance.apply(scores_NE, loss / self.tokens_per_step, record, self)
 
-    def _choose(self, scores_NE: Tensor) -> Tensor:
+    def choose(self, scores_NE: Tensor) -> Tensor:
+        """Return the experts of each token, [N, K], by scores that include the balance bias."""
         n_groups, n_chosen = self.moe.n_groups, self.moe.n_groups_per_token
         if n_chosen < n_groups:
             scores_NGE = scores_NE.unflatten(-1, (n_groups, -1))

@@ -27,6 +27,7 @@ from titanlite.tools.parity.compare import FLOAT64_TOLERANCE, ROUNDING_FACTOR
 from titanlite.tools.parity.ratios import Row, clusters, describe, relative
 from titanlite.tools.parity.recorded_step import Dtypes, RecordedStep, read_step
 from titanlite.tools.parity.reference import token_losses
+from titanlite.tools.parity.routes import Routes, set_loads, with_balance_loss
 
 CPU = torch.device("cpu")
 CHUNK_LOGITS = 2**26
@@ -45,7 +46,12 @@ def run_against(folder: Path) -> int:
     dtypes = ", ".join(f"{name} {dtype}" for name, dtype in step.dtypes.model_dump().items())
     print(f"{folder}: {printable(step.program) or 'a step of another program'}")
     print(f"{n_sequences} sequences of {seq_len} tokens, {recorded.n_valid} valid; {dtypes}\n")
-    groups = compare(recorded)
+    exact, rounded = Routes(recorded), Routes(recorded)
+    groups = compare(recorded, exact, rounded)
+    n_others, n_choices = exact.others(rounded)
+    if n_others:
+        whose = "recorded" if recorded.experts is not None else "rounded"
+        print(f"{n_others:,} of {n_choices:,} {whose} choices of a token's experts are not those of float64\n")
     print(f"{'':48} {'theirs':>13} {'float64':>13} {'theirs/ours':>11} {'distance':>9} {'allowed':>9}")
     rows = [row for rows in groups.values() for row in rows]
     for row in rows:
@@ -64,14 +70,19 @@ def run_against(folder: Path) -> int:
     return 0
 
 
-def compare(recorded: RecordedStep) -> dict[str, list[Row]]:
-    """Return the results of both programs as rows, by kind: "loss", "gradients", "gradient norm", "updates"."""
+def compare(recorded: RecordedStep, routes: Routes, rounded_routes: Routes) -> dict[str, list[Row]]:
+    """Return the results of both programs as rows, by kind: "experts", "loss", "gradients", "gradient norm", "updates".
+    The routes follow the passes in float64 and with rounding."""
     step = recorded.step
-    losses, loss, exact = in_float64 = forward_backward(recorded, FLOAT64)
-    as_theirs = in_float64 if step.dtypes == FLOAT64 else forward_backward(recorded, step.dtypes)
-    rounded_losses, rounded_loss, rounded = as_theirs
+    losses, loss, exact = forward_backward(recorded, FLOAT64, routes=routes)
+    rounded_losses, rounded_loss, rounded = forward_backward(recorded, step.dtypes, routes=rounded_routes)
     norm, distance = _norm(exact), _norm({name: rounded[name] - tensor for name, tensor in exact.items()})
     groups: dict[str, list[Row]] = {}
+    if recorded.experts is not None:
+        of_layers = routes.rows(rounded_routes)
+        groups["experts"] = [
+            Row(f"experts of {layer}", theirs, best, _allowed(error)) for layer, theirs, best, error in of_layers
+        ]
     if step.loss is not None:
         # The rounding of a mean may happen to be zero. It is no larger than the mean of the tokens' roundings.
         allowed = _allowed((rounded_losses - losses).abs().sum() / losses.sum())
@@ -128,14 +139,17 @@ def _error_of_sum(tensors: Tensors) -> float:
 
 
 def forward_backward(
-    recorded: RecordedStep, dtypes: Dtypes, mean_BT: Tensor | None = None
+    recorded: RecordedStep, dtypes: Dtypes, mean_BT: Tensor | None = None, routes: Routes | None = None
 ) -> tuple[Tensor, Tensor, Tensors]:
     """Return the loss of each token, [B, T], their sum weighted by `mean_BT` (None: their mean over the valid tokens),
-    and its gradients, all in float64. Raises ConfigError if a number is NaN or infinite."""
+    and its gradients with those of the balance loss, if there is one, all in float64. Raises ConfigError if a number is
+    NaN or infinite."""
     weights, compute, reduce = (getattr(torch, name) for name in (dtypes.weights, dtypes.compute, dtypes.reduce))
     (n_sequences, seq_len), positions_BT = recorded.tokens_BT.shape, recorded.positions_BT
-    model = build_llama(recorded.model, max_seq_len=seq_len).to(weights)
+    options = with_balance_loss(recorded.model, recorded.step.balance_loss)
+    model, routes = build_llama(options, max_seq_len=seq_len).to(weights), routes or Routes(recorded)
     model.materialize(CPU)
+    routes.follow(model)
     if compute != torch.float64:
         _round_angles(model)
     with torch.no_grad():
@@ -146,7 +160,12 @@ def forward_backward(
     scale, losses = recorded.step.degrees.loss_scale if compute == torch.float16 else 1.0, []
     sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
     with progress(f"one step in {dtypes.compute}", total=n_sequences, unit="sequences") as advance:
-        for rows in torch.arange(n_sequences).split(max(CHUNK_LOGITS // (seq_len * recorded.model.vocab_size), 1)):
+        n_at_a_time = max(CHUNK_LOGITS // (seq_len * recorded.model.vocab_size), 1)
+        n_parts = recorded.step.balance_loss.parts if recorded.step.balance_loss else 1
+        parts = torch.arange(n_sequences).split(n_sequences // n_parts)
+        for part, rows in ((whole, some) for whole in parts for some in whole.split(n_at_a_time)):
+            set_loads(model, recorded, part, scale)
+            routes.sequences = rows
             masked = () if positions_BT is None else (positions_BT[rows], Documents(positions_BT[rows]))
             losses.append(token_losses(model, compute, recorded.tokens_BT[rows], recorded.targets_BT[rows], *masked))
             ((losses[-1] * mean_BT[rows]).sum() * scale).backward()
@@ -198,8 +217,17 @@ def findings(recorded: RecordedStep, groups: dict[str, list[Row]]) -> Iterator[s
         for text, kinds in _other_losses(recorded, groups, kind):
             yield f"{' and '.join(kinds)} are those {text}"
             explained |= {*kinds}
+    if recorded.step.balance_loss and "gradients" in groups and "gradients" not in explained:
+        for text in _other_balance_losses(recorded, groups["gradients"], quantities):
+            yield f"gradients are right, except that {text}"
+            explained.add("gradients")
     for kind, rows in groups.items():
         if kind in explained:
+            continue
+        if kind == "experts":
+            if wrong := [row.name for row in rows if not row.equal]:
+                which = f"in {len(wrong)} of {len(rows)} layers, first {wrong[0]}"
+                yield f"experts are not those with the best scores, {which}: compare groups and the balance bias"
             continue
         if kind == "gradient norm" and recorded.gradients is not None:
             stated = rows[0]._replace(ours=_norm(recorded.gradients))
@@ -238,10 +266,28 @@ def _quantities(recorded: RecordedStep) -> dict[str, float]:
     tokens = {"tokens": n_valid} if n_valid == n_tokens else {"valid tokens": n_valid, "all tokens": n_tokens}
     degrees = {name.replace("_", " "): value for name, value in recorded.step.degrees.model_dump().items()}
     numbers: dict[str, float] = {**tokens, "sequences": len(recorded.tokens_BT), **degrees}
+    if recorded.model.moe.n_experts:
+        numbers |= {"experts": recorded.model.moe.n_experts, "top-k": recorded.model.moe.n_experts_per_token}
     norm, max_norm = recorded.step.gradient_norm, recorded.step.max_norm
     if norm is not None and max_norm is not None and norm > max_norm:
         numbers["gradient norm / max_norm"] = norm / max_norm  # a factor of gradients written after clipping
     return numbers
+
+
+def _other_balance_losses(recorded: RecordedStep, rows: list[Row], quantities: dict[str, float]) -> Iterator[str]:
+    """Yield in words how much of the balance loss is in the gradients, if that explains them."""
+    step = recorded.step.model_copy(update={"balance_loss": None})
+    _, _, without = forward_backward(dataclasses.replace(recorded, step=step), FLOAT64)
+    bare = [without[row.name.removeprefix("gradient ")] for row in rows]
+    terms = [row.ours - tensor for row, tensor in zip(rows, bare, strict=True)]
+    square = sum(term.square().sum().item() for term in terms)
+    inner = sum(((row.theirs - x) * y).sum().item() for row, x, y in zip(rows, bare, terms, strict=True))
+    share, precision = inner / square, max(row.allowed * row.ours.norm().item() for row in rows) / math.sqrt(square)
+    fits = all(row._replace(ours=x + share * y).equal for row, x, y in zip(rows, bare, terms, strict=True))
+    if fits and abs(share) <= precision:
+        yield "they lack the balance loss"
+    elif fits and share > 0 and abs(share - 1) > precision:
+        yield f"the balance loss is {describe(share, precision, quantities)}"
 
 
 def _other_losses(recorded: RecordedStep, groups: dict[str, list[Row]], kind: str) -> Iterator[tuple[str, list[str]]]:

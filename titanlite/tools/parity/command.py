@@ -12,9 +12,10 @@ With --against FOLDER, one optimizer step of another program is compared with th
 The folder has (docs/verify_your_trainer.md describes each file, and examples/verify/ has programs that write them):
   config.json, model.safetensors   the model and its weights before the step, as transformers writes them
   batch.safetensors                tokens, targets (-100: none), optionally document_positions: int64 [B, T]
-  step.json                        program, dtypes, optimizer, max_norm, degrees, loss, gradient_norm
+  step.json                        program, dtypes, optimizer, max_norm, degrees, loss, gradient_norm, balance_loss
   gradients.safetensors            optional: before clipping
   weights_after.safetensors        optional
+  experts.safetensors              optional: the experts of each token
 """
 
 from __future__ import annotations

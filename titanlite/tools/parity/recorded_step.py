@@ -24,12 +24,15 @@ from titanlite.config.schema import Model
 from titanlite.config.types import Count, Fraction, NotNegative, Positive, Ranks
 from titanlite.files.durable import Record, parse
 from titanlite.hf.config_files import model_of
-from titanlite.hf.load import EMBEDDING, NOT_A_WEIGHT, PREFIXES, first_of, open_safetensors, tensor_files
-from titanlite.hf.names import OUTPUT_HEAD, from_hf, hf_shape, hf_tensors, tensor_shapes
+from titanlite.hf.load import EMBEDDING, NOT_A_WEIGHT, PREFIXES, STACKED, first_of, open_safetensors, tensor_files
+from titanlite.hf.names import BALANCE_BIAS, OUTPUT_HEAD, from_hf, hf_shape, hf_tensors, tensor_shapes
+from titanlite.hf.stacked_experts import TENSORS
 from titanlite.loss import IGNORED
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Data types of weights and gradients, by their names in safetensors."""
+EXPERTS = ".feed_forward.experts."
+"""The part of the names of the weights of experts."""
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 
 
@@ -63,6 +66,7 @@ class Degrees(Record):
 
     dp: Ranks = 1
     """Data-parallel ranks, sharded and replicated."""
+    ep: Ranks = 1
     tp: Ranks = 1
     cp: Ranks = 1
     pp: Ranks = 1
@@ -70,6 +74,17 @@ class Degrees(Record):
     """Microbatches of a pipeline in an accumulation step."""
     accumulation_steps: Count = 1
     loss_scale: Annotated[float, Field(ge=2**-64, le=2**64)] = 1.0
+
+
+class BalanceLoss(Record):
+    """The auxiliary loss that balances experts (arXiv:2101.03961): weight x experts x the sum over experts of the share
+    of tokens that chose it times its mean score, where a token's scores sum to 1. `loss` is without it."""
+
+    weight: Positive
+    layers: Literal["apart", "together"]
+    """"together": shares and scores are over all layers, as in transformers; "apart": each layer has a loss."""
+    parts: Count = 1
+    """Neighbouring parts of the batch that have a loss each. Their mean counts."""
 
 
 class RecordedOptions(Record):
@@ -87,6 +102,8 @@ class RecordedOptions(Record):
     """Nats per token: the sum of token losses over the number of valid tokens of the global batch."""
     gradient_norm: NotNegative | None = None
     """2-norm over all gradients before clipping."""
+    balance_loss: BalanceLoss | None = None
+    """None: gradients have no such term."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +116,8 @@ class RecordedStep:
     tokens_BT: Tensor
     targets_BT: Tensor
     positions_BT: Tensor | None
+    experts: dict[str, Tensor] | None
+    """The experts of each token that the program chose, [B, T, experts per token], by layer."""
     gradients: dict[str, Tensor] | None
     weights_after: dict[str, Tensor] | None
 
@@ -115,22 +134,25 @@ def read_step(folder: Path) -> RecordedStep:
     step = parse(RecordedOptions, read_json_object(folder / "step.json"), str(folder / "step.json"))
     # The length of the batch is compared with the model's positions below.
     model = model_of(folder)
-    if model.moe.n_experts:
-        problem = "the model has experts; only dense ones are compared, as rounding sends tokens to other experts"
-        raise ConfigError([f"{folder / 'config.json'}: {problem}"])
     most = model.most_positions or read_json_object(folder / "config.json").get("max_position_embeddings")
     batch = _read_batch(folder / "batch.safetensors", model, most)
-    gradients, after = (folder / f"{name}.safetensors" for name in ("gradients", "weights_after"))
+    gradients, after, chosen = (folder / f"{name}.safetensors" for name in ("gradients", "weights_after", "experts"))
+    experts = _read_experts(chosen, model, batch[0].shape) if chosen in before else None
+    if step.balance_loss and (experts is None or len(batch[0]) % step.balance_loss.parts):
+        problem = "balance_loss needs experts.safetensors, and parts that divide the sequences of the batch"
+        raise ConfigError([f"{folder / 'step.json'}: {problem}"])
     if after in before and step.optimizer is None:
         raise ConfigError([f"{after}: {folder / 'step.json'} has no optimizer; add its options or remove the file"])
     if step.loss is None and step.gradient_norm is None and before.keys().isdisjoint((gradients, after)):
         expected = f"a loss, a gradient_norm, {gradients.name} or {after.name}"
         raise ConfigError([f"{folder}: has no result of the step to compare; expected {expected}"])
     read = functools.partial(_read_weights, model=model, narrowest=getattr(torch, step.dtypes.weights))
-    weights, *results = (read(place) if place in (folder, *before) else None for place in (folder, gradients, after))
+    weights = read(folder, tensor_shapes(model))
+    trained = {name: tensor.shape for name, tensor in weights.items() if not name.endswith(BALANCE_BIAS)}
+    results = (read(place, trained) if place in before else None for place in (gradients, after))
     if changed := before.items() ^ _files(folder).items():
         raise ConfigError([f"{min(changed)[0]}: changed while it was read; compare the folder when it is complete"])
-    return RecordedStep(step, model, weights, *batch, *results)
+    return RecordedStep(step, model, weights, *batch, experts, *results)
 
 
 def _files(folder: Path) -> dict[Path, tuple[int, int, int]]:
@@ -160,6 +182,24 @@ def _read_batch(file: Path, model: Model, most_positions: Any) -> list[Tensor | 
     return [batch.get(name) for name in known]
 
 
+def _read_experts(file: Path, model: Model, shape: torch.Size) -> dict[str, Tensor]:
+    """Return the experts that the program chose, by layer. Raises ConfigError if they do not fit the model."""
+    expected, n = torch.Size((*shape, model.moe.n_experts_per_token)), model.moe.n_experts
+    layers = [f"layers.{layer}" for layer in range(model.n_layers) if model.has_experts(layer)]
+    with open_safetensors(file, "write") as tensors:
+        if problem := {*tensors.keys()} ^ {*layers}:
+            raise ConfigError([f"{file}: {first_of(sorted(problem))}: expected a tensor for each layer with experts"])
+        read = {layer: tensors.get_tensor(layer) for layer in layers}
+    for layer, experts in read.items():
+        if experts.dtype != torch.int64 or experts.shape != expected:
+            found = f"{layer} has dtype {experts.dtype} and shape {list(experts.shape)}"
+            raise ConfigError([f"{file}: {found}; expected int64 and {list(expected)}"])
+        ordered = experts.sort(-1).values
+        if ordered.min() < 0 or ordered.max() >= n or (ordered[..., 1:] == ordered[..., :-1]).any():
+            raise ConfigError([f"{file}: {layer}: expected different experts of a token, from 0 to {n - 1}"])
+    return read
+
+
 def _batch_problem(batch: dict[str, Tensor], vocab_size: int, most_positions: Any) -> str:
     """Return what is wrong with a batch, or an empty string."""
     tokens, targets, positions = batch["tokens"], batch["targets"], batch.get("document_positions")
@@ -183,7 +223,9 @@ def _batch_problem(batch: dict[str, Tensor], vocab_size: int, most_positions: An
     return ""
 
 
-def _read_weights(place: Path, *, model: Model, narrowest: torch.dtype) -> dict[str, Tensor]:
+def _read_weights(
+    place: Path, shapes: dict[str, torch.Size], *, model: Model, narrowest: torch.dtype
+) -> dict[str, Tensor]:
     """Return the tensors of a file or a Hugging Face folder by titanlite's names, float64. Raises ConfigError if one is
     missing, superfluous or wrong."""
     if place.is_dir():
@@ -191,27 +233,66 @@ def _read_weights(place: Path, *, model: Model, narrowest: torch.dtype) -> dict[
     else:
         with open_safetensors(place, "write") as tensors:
             files = dict.fromkeys(tensors.keys(), place)
-    is_hf, shapes = any(name.startswith(("lm_head.", *PREFIXES)) for name in files), tensor_shapes(model)
-    names, there = {name: name for name in shapes}, dict(shapes)
-    for tensors, ours in hf_tensors(model, shapes).items() if is_hf else ():
-        names |= dict.fromkeys(ours, tensors[0])
-        there |= dict.fromkeys(ours, hf_shape(ours, shapes, model))
+    is_hf = any(name.startswith(("lm_head.", *PREFIXES)) for name in files)
+    # A model of transformers has one tensor of all experts of a layer: [experts, rows of w1 and w3, columns]. Its
+    # save_pretrained writes a tensor for each expert.
+    is_stacked = is_hf and not model.moe.expert_bias and any(name.endswith(STACKED) for name in files)
+    sources, expected = {name: (name,) for name in shapes}, dict(shapes)
+    if is_hf:
+        sources, expected = _sources(shapes, model, is_stacked=is_stacked)
     head = (OUTPUT_HEAD if is_hf else "output.weight") if model.tie_embeddings else None
-    expected = {own: there[name] for name, own in names.items()} | ({head: shapes[EMBEDDING]} if head in files else {})
-    missing = sorted(expected.keys() - files.keys())
-    other = sorted(name for name in files.keys() - expected.keys() if not NOT_A_WEIGHT.fullmatch(name))
-    for problem, wrong in (("lacks", missing), ("has the unknown tensor", other)):
-        if wrong:
-            expectation = "expected the tensors of the model of config.json, with the names of transformers or of Llama"
-            raise ConfigError([f"{place}: {problem} {first_of(wrong)}; {expectation}"])
+    expected |= {head: shapes[EMBEDDING]} if head in files else {}
+    _check_names(place, {*files}, {*expected})
     read: dict[str, Tensor] = {}
     for file in sorted({files[name] for name in expected}):
         own = {name: shape for name, shape in expected.items() if files[name] == file}
         read |= _read_tensors(file, own, narrowest)
-    if head in files and not torch.equal(read[head], read[names[EMBEDDING]]):
-        problem = f"{head} differs from {names[EMBEDDING]}, and tie_word_embeddings of config.json is true"
+    if head in files and not torch.equal(read[head], read[sources[EMBEDDING][0]]):
+        problem = f"{head} differs from {sources[EMBEDDING][0]}, and tie_word_embeddings of config.json is true"
         raise ConfigError([f"{files[head]}: {problem}"])
-    return {name: from_hf(name, read[own], model) if is_hf else read[own] for name, own in names.items()}
+    if not is_hf:
+        return {name: read[name] for name in shapes}
+    return {
+        name: _own_tensor(name, [read[each] for each in there], model, is_stacked=is_stacked)
+        for name, there in sources.items()
+    }
+
+
+def _check_names(place: Path, found: set[str], expected: set[str]) -> None:
+    """Raise ConfigError if a tensor is missing or unknown."""
+    other = {name for name in found - expected if not NOT_A_WEIGHT.fullmatch(name)}
+    for problem, wrong in (("lacks", expected - found), ("has the unknown tensor", other)):
+        if wrong:
+            expectation = "expected the tensors of the model of config.json, with the names of transformers or of Llama"
+            raise ConfigError([f"{place}: {problem} {first_of(sorted(wrong))}; {expectation}"])
+
+
+def _sources(
+    shapes: dict[str, torch.Size], model: Model, *, is_stacked: bool
+) -> tuple[dict[str, tuple[str, ...]], dict[str, torch.Size]]:
+    """Return the tensors in transformers that each of ours is in, and the shapes of all of them."""
+    sources, expected = {}, {}
+    for names, ours in hf_tensors(model, shapes).items():
+        shape = hf_shape(ours, shapes, model)
+        if is_stacked:
+            names = tuple(name.replace(".block_sparse_moe.", ".mlp.") for name in names)
+        if is_stacked and EXPERTS in ours[0]:
+            tensor, n, _ = TENSORS[ours[0].rpartition(".")[2]]
+            names = (f"{names[0].partition('.experts.')[0]}.experts.{tensor}",)
+            shape = torch.Size((model.moe.n_experts, n * shape[0], shape[1]))
+        sources |= dict.fromkeys(ours, names)
+        expected |= dict.fromkeys(names, shape)
+    return sources, expected
+
+
+def _own_tensor(name: str, tensors: list[Tensor], model: Model, *, is_stacked: bool) -> Tensor:
+    """Return one of our tensors from those in transformers."""
+    if len(tensors) > 1:
+        return torch.stack(tensors)
+    if is_stacked and EXPERTS in name:
+        _, n, index = TENSORS[name.rpartition(".")[2]]
+        return tensors[0].chunk(n, 1)[index]
+    return from_hf(name, tensors[0], model)
 
 
 def _read_tensors(file: Path, shapes: dict[str, torch.Size], narrowest: torch.dtype) -> dict[str, Tensor]:

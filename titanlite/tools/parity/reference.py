@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlite import build
 from titanlite.checkpoint.tensors import named_tensors
-from titanlite.config import Config
+from titanlite.config import Config, ConfigError
 from titanlite.data.packing import PackedSequences, Sequence, positions_in_documents
 from titanlite.init import init_weights
 from titanlite.launch.progress import progress
@@ -52,6 +52,7 @@ class RandomSequences:
         generator = np.random.RandomState((self.seed % 2**32, index))  # numpy takes no larger seed
         tokens = generator.randint(self.vocab_size, size=self.seq_len + 1)
         ends = generator.random_sample(self.seq_len) < 3 / self.seq_len  # about four documents
+        ends[0] = False  # a step without a valid target has no loss to compare
         targets = np.where(ends, IGNORED, tokens[1:])
         targets[generator.randint(1, self.seq_len + 1) :] = IGNORED
         return Sequence(tokens[:-1], targets, positions_in_documents(ends))
@@ -105,8 +106,11 @@ def run_reference(config: Config, device: torch.device, *, steps: int) -> Trace:
         tokens, targets, positions = (torch.from_numpy(np.stack(column)) for column in zip(*batch, strict=True))
         tokens, targets = tokens.to(device), targets.to(device)
         masked = (positions.to(device), Documents(positions)) if training.document_mask else ()
-        losses = token_losses(model, compute_dtype, tokens, targets, *masked, loss=config.own.loss)
         valid = targets != IGNORED
+        if not valid.any():
+            problem = f"own.data: the sequences of step {step} have no valid target, so there is no loss to compare"
+            raise ConfigError([f"{problem}; raise training.local_batch_size or give the sequences targets"])
+        losses = token_losses(model, compute_dtype, tokens, targets, *masked, loss=config.own.loss)
         datasets = torch.arange((step - 1) * batch_size, step * batch_size, device=device) % len(sequences.names)
         own = [datasets == number for number in range(len(sequences.names))]
         means = [losses[rows].detach().double().sum() / valid[rows].sum().clamp(min=1) for rows in own]

@@ -1,0 +1,99 @@
+"""The experts that tokens go to in a recorded step: those that the program chose, or those that the routers choose.
+
+Rounding changes scores a little, and so the choice between two experts with nearly the same score, a tie. The choices
+of the program are right if their scores are as good as the best ones within rounding. Both passes of the comparison use
+them, so that no tie changes a gradient.
+
+Shapes: N tokens, E experts, K experts per token.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from titanlite.config.schema import Model
+from titanlite.model import Llama
+from titanlite.techniques.moe.router import Router
+from titanlite.tools.parity.recorded_step import BalanceLoss, RecordedStep
+
+
+class Routes:
+    """Sends the tokens of one forward and backward to the experts of a recorded step, and keeps what the routers choose
+    instead. Without recorded experts, tokens go where the routers send them."""
+
+    def __init__(self, recorded: RecordedStep):
+        self.recorded, self.sequences = recorded, torch.arange(len(recorded.tokens_BT))
+        self.best: dict[str, list[Tensor]] = {}
+        """By layer, the scores of the experts that the router chooses, [N, K], the largest first."""
+        self.taken: dict[str, list[Tensor]] = {}
+        """By layer, the scores of the experts that the tokens go to."""
+        self.chosen: dict[str, list[Tensor]] = {}
+        """By layer, the experts that the router chooses, in the order of their numbers."""
+
+    def follow(self, model: Llama) -> None:
+        """Have the routers of a model send tokens there. `sequences` has those of the next forward."""
+        for name, router in routers(model).items():
+            router.choose = functools.partial(self._choose, name, router.choose)
+
+    def _choose(self, layer: str, choose: Callable[[Tensor], Tensor], scores_NE: Tensor) -> Tensor:
+        chosen_NK = choose(scores_NE)
+        taken_NK = chosen_NK
+        if self.recorded.experts is not None:
+            taken_NK = self.recorded.experts[layer][self.sequences].flatten(0, 1)
+        for kept, experts_NK in ((self.best, chosen_NK), (self.taken, taken_NK)):
+            scores_NK = scores_NE.gather(-1, experts_NK).double()
+            kept.setdefault(layer, []).append(scores_NK.sort(-1, descending=True).values)
+        self.chosen.setdefault(layer, []).append(chosen_NK.sort(-1).values)
+        return taken_NK
+
+    def others(self, rounded: "Routes") -> tuple[int, int]:
+        """Return how many choices, one for each token and layer, differ from those of the program or, if these were not
+        recorded, of a rounded pass; and how many choices there are."""
+        experts, n, n_choices = self.recorded.experts, 0, 0
+        for layer, chosen in self.chosen.items():
+            theirs = (
+                torch.cat(rounded.chosen[layer]) if experts is None else experts[layer].flatten(0, 1).sort(-1).values
+            )
+            differs_N = (torch.cat(chosen) != theirs).any(-1)
+            n, n_choices = n + int(differs_N.sum()), n_choices + len(differs_N)
+        return n, n_choices
+
+    def rows(self, rounded: "Routes") -> Iterator[tuple[str, Tensor, Tensor, float]]:
+        """Yield, for each layer, its name and of the token whose recorded experts have the worst scores, compared with
+        the best ones: both scores, and the largest relative error of a token's scores that rounding causes."""
+        for layer in self.best if self.recorded.experts is not None else ():
+            best_NK, taken_NK, rounded_NK = (torch.cat(each[layer]) for each in (self.best, self.taken, rounded.best))
+            norm_N = best_NK.norm(dim=1)
+            worst = int(((best_NK - taken_NK).norm(dim=1) / norm_N).argmax())
+            yield layer, taken_NK[worst], best_NK[worst], ((best_NK - rounded_NK).norm(dim=1) / norm_N).max().item()
+
+
+def routers(model: Llama) -> dict[str, Router]:
+    """Return the routers of a model by the names of their layers."""
+    found = {f"layers.{layer}": getattr(block.feed_forward, "router", None) for layer, block in model.layers.items()}
+    return {name: router for name, router in found.items() if router is not None}
+
+
+def with_balance_loss(model: Model, loss: BalanceLoss | None) -> Model:
+    """Return the options of a model whose routers add the gradient of a balance loss, or of none."""
+    weight = 0.0
+    if loss is not None:
+        # Over all layers, shares and scores are means over layers: a sum over pairs of layers, divided by their square.
+        n_layers = sum(map(model.has_experts, range(model.n_layers))) if loss.layers == "together" else 1
+        weight = loss.weight * model.moe.n_experts_per_token / n_layers
+    moe = model.moe.model_copy(update={"balance_loss_weight": weight, "z_loss_weight": 0.0})
+    return model.model_copy(update={"moe": moe})
+
+
+def set_loads(model: Llama, recorded: RecordedStep, sequences: Tensor, loss_scale: float) -> None:
+    """Give the routers the loads that weight scores in the balance loss: the recorded choices of these sequences."""
+    found, loss = routers(model), recorded.step.balance_loss
+    if loss is None:
+        return
+    n_experts = recorded.model.moe.n_experts
+    loads = {name: recorded.experts[name][sequences].flatten().bincount(minlength=n_experts) for name in found}
+    for name, router in found.items():
+        router.load = sum(loads.values()) if loss.layers == "together" else loads[name]
+        router.tokens_per_step, router.loss_scale = recorded.tokens_BT.numel(), loss_scale
