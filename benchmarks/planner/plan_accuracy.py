@@ -144,7 +144,7 @@ def measure(options: dict[str, Any]) -> int:
     """Return the peak bytes of this rank's third step. Every rank must call it."""
     launch = Launch.from_environment(0)
     _, config, _ = config_of(options, launch.world_size)
-    Router._choose = choose_in_turn if config.plan.expert_imbalance == 1 else choose_the_first
+    Router.choose = choose_in_turn if config.plan.expert_imbalance == 1 else choose_the_first
     run = TrainingRun(config, device_of(launch))
     batches = [run.loader.next() for _ in range(3)]
     run.loader.close()  # its thread must not create objects while they are counted

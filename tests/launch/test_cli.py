@@ -22,7 +22,6 @@ from titanlite.launch import cli
 from titanlite.launch.cli import COMMANDS
 
 ROOT = Path(__file__).parents[2]
-SCHEMA = ROOT / "docs" / "reference" / "config.schema.json"
 
 
 def titanlite(*arguments: str) -> subprocess.CompletedProcess:
