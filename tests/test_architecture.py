@@ -53,7 +53,7 @@ LINES_OF_A_DEBUG_RUN, LINES_WITH_A_TOKEN_CACHE = 10_300, 9_950
 LINES_OF_THE_PACKAGE = 30_122
 CEILINGS = {
     "heart": 3508,
-    "config": 2741,
+    "config": 2758,
     "config of Hugging Face": 1206,
     "data": 2273,
     "checkpoint": 1723,

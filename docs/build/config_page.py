@@ -1,17 +1,16 @@
-"""Write docs/reference/config.md, every option with its type, default and meaning, and config.schema.json, for editors.
+"""Write docs/reference/config.md: every option with its type, default and meaning.
 
 python -m docs.build.config_page
 """
 
-import json
 import textwrap
 from pathlib import Path
 
 from titanlite.config import Config
-from titanlite.config.loader import expectation, options_of, sections_of, table_of
+from titanlite.config.loader import expectation, sections_of
 from titanlite.config.reference import default_of, meaning_of, options_in, tables_of
 
-PAGE, SCHEMA = (Path(__file__).parents[1] / "reference" / name for name in ("config.md", "config.schema.json"))
+PAGE = Path(__file__).parents[1] / "reference" / "config.md"
 
 
 def reference_markdown() -> str:
@@ -36,32 +35,11 @@ def reference_markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
-def json_schema() -> str:
-    """Return the JSON Schema of a config, with which editors complete and check options. It lacks the rules between
-    options."""
-    schema = {"$schema": "http://json-schema.org/draft-07/schema#", **Config.model_json_schema()}
-    for kind in {*sections_of(Config).values(), *filter(None, map(table_of, options_of(Config).values()))}:
-        section = schema["$defs"][kind.__name__]
-        section.pop("required", None)  # the flavor has what a model leaves out
-        if kind.__doc__:
-            section["description"] = " ".join(kind.__doc__.split())
-        for name, option in section["properties"].items():
-            option.pop("title", None)
-            if "$ref" not in option:
-                option["description"] = meaning_of(kind.model_fields[name])
-    return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
-
-
 def wrap(text: str, indent: str = "") -> list[str]:
     """Return the lines of a paragraph, at most 100 columns wide, all but the first one indented."""
     limits = {"width": 100, "break_long_words": False, "break_on_hyphens": False}
     return textwrap.wrap(" ".join(text.split()), subsequent_indent=indent, **limits)
 
 
-def write() -> None:
-    PAGE.write_text(reference_markdown(), encoding="utf-8")
-    SCHEMA.write_text(json_schema(), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    write()
+    PAGE.write_text(reference_markdown(), encoding="utf-8")

@@ -4,8 +4,7 @@
 
 It writes the reading order in README.md, the table of parts there and in docs/architecture.md, the table of complex
 functions there, and commands.md, support.md and source_debug.txt in docs/reference/. tests/test_docs.py and
-tests/tools/test_source.py fail until they are what this script writes. It also writes config.md and the schema
-there (config_page.py).
+tests/tools/test_source.py fail until they are what this script writes. It also writes config.md there (config_page.py).
 """
 
 import argparse
@@ -291,7 +290,7 @@ def main() -> None:
     ARCHITECTURE.write_text(architecture(ARCHITECTURE.read_text()))
     COMMANDS_PAGE.write_text(commands_page())
     SUPPORT_PAGE.write_text(support_page())
-    config_page.write()
+    config_page.PAGE.write_text(config_page.reference_markdown())
 
 
 if __name__ == "__main__":

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from docs.build.config_page import json_schema, reference_markdown
+from docs.build.config_page import reference_markdown
 from tests.helpers.config import *
 from titanlite import config
 from titanlite.config import Config
 from titanlite.config.loader import sections_of, tomllib, value_of
 from titanlite.config.model_sizes import SIZES
-from titanlite.config.reference import help_text, meaning_of
+from titanlite.config.reference import help_text, json_schema, meaning_of
 
 FLAVORS = "one of " + ", ".join(f'"{name}"' for name in (*SIZES, "from_hf"))
 

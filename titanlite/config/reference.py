@@ -1,5 +1,6 @@
-"""Every option with its type, default and meaning, for the terminal and docs/build/config_page.py."""
+"""Every option with its type, default and meaning, for the terminal, editors and docs/build/config_page.py."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +28,22 @@ def help_text(arguments: Sequence[str] = ()) -> str:
             lines += [f"      {text}" for text in tables_of(option)]
         lines.append("")
     return "\n".join(lines)
+
+
+def json_schema() -> str:
+    """Return the JSON Schema of a config, the content of docs/reference/config.schema.json, with which editors complete
+    and check options. It lacks the rules between options."""
+    schema = {"$schema": "http://json-schema.org/draft-07/schema#", **Config.model_json_schema()}
+    for kind in {*sections_of(Config).values(), *filter(None, map(table_of, options_of(Config).values()))}:
+        section = schema["$defs"][kind.__name__]
+        section.pop("required", None)  # the flavor has what a model leaves out
+        if kind.__doc__:
+            section["description"] = " ".join(kind.__doc__.split())
+        for name, option in section["properties"].items():
+            option.pop("title", None)
+            if "$ref" not in option:
+                option["description"] = meaning_of(kind.model_fields[name])
+    return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
 
 
 def tables_of(option: Any) -> list[str]:

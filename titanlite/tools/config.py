@@ -1,9 +1,10 @@
-"""Print a resolved config, compare two, or convert a TOML file of torchtitan.
+"""Print a resolved config, compare two, print the JSON Schema of all options, or convert a TOML file of torchtitan.
 
 titanlite config CONFIG [--section.key=value ...]     the config with every default filled in, as TOML, and the
                                                       problems that train would report
 titanlite config A B                                  the options that differ between two configs or runs (folders
                                                       with a config.toml); exit status 1 if any does
+titanlite config --schema                             the JSON Schema of a config, for editors
 titanlite config --from-torchtitan FILE [TARGET.toml] a TOML file of torchtitan 0.2 as a config; what
                                                       became of each key is listed on standard error
 """
@@ -12,13 +13,16 @@ from pathlib import Path
 
 from titanlite.config import load
 from titanlite.config.differences import differences, options_by_key, shown
-from titanlite.config.reference import help_text
+from titanlite.config.reference import help_text, json_schema
 
 
 def main(argv: list[str]) -> int:
     """Return the exit status: 0; 1 if two configs differ. Raises ConfigError if a config is wrong."""
     if not argv or "-h" in argv or "--help" in argv:
         print(f"{__doc__}\n{help_text(argv)}")
+        return 0
+    if argv == ["--schema"]:
+        print(json_schema(), end="")
         return 0
     if argv[0] == "--from-torchtitan":
         from titanlite.tools.from_torchtitan import command  # imported here: the other uses need no tables of its keys
