@@ -173,8 +173,12 @@ def commands_page() -> str:
     ]
     for name, (module_name, _) in COMMANDS.items():
         module = importlib.import_module(module_name)
-        parts += [f"## titanlite {name}\n", markdown_of(module.__doc__ or "")]
-        if parser := parser_of(module.main):
+        text, parser = module.__doc__ or "", parser_of(module.main)
+        parts.append(f"## titanlite {name}\n")
+        if parser and f"    titanlite {name} " not in text:
+            parts.append(f"```text\n{textwrap.dedent(' ' * 7 + parser.usage)}\n```\n")
+        parts.append(markdown_of(text))
+        if parser:
             parts.append(table(["argument", "means"], arguments_of(parser)))
     return "\n".join(parts)
 
