@@ -1,6 +1,6 @@
 """Write a checkpoint as a Hugging Face folder that transformers, vLLM and others load.
 
-    titanlite export CHECKPOINT OUT [--dtype bfloat16] [--tokenizer FOLDER] [--source FOLDER] [--max-seq-len N]
+    titanlite export CHECKPOINT OUT [--dtype bfloat16] [--ema] [--tokenizer FOLDER] [--source FOLDER] [--max-seq-len N]
 
 CHECKPOINT is a step-N folder, or the folder of a run's checkpoints, of which the newest is exported. OUT must not
 exist. It gets the weights as safetensors of at most 5 GB, config.json, generation_config.json and the tokenizer's
@@ -33,11 +33,12 @@ EXPORT_DTYPES = ("bfloat16", "float32", "float16")
 def main(argv: list[str]) -> int:
     """Run `titanlite export`. Returns the exit status."""
     usage = "titanlite export CHECKPOINT OUT [--dtype bfloat16|float32|float16] [--tokenizer FOLDER] [--source FOLDER]"
-    usage += " [--max-seq-len N]"
+    usage += " [--ema] [--max-seq-len N]"
     parser = Parser(usage, __doc__)
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a step-N folder, or the folder of several")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
     parser.add_argument("--dtype", choices=EXPORT_DTYPES, help="dtype of written weights (default: the checkpoint's)")
+    parser.add_argument("--ema", action="store_true", help="write the average of the weights (ema.decay) instead")
     parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="a tokenizer.json, or the folder with it")
     text = "folder of the model that the run started from; none: a new config.json"
     parser.add_argument("--source", metavar="FOLDER", help=text)
@@ -60,18 +61,19 @@ def run(
     tokenizer: Path | None = None,
     source: str | None = None,
     max_seq_len: int | None = None,
+    ema: bool = False,
 ) -> None:
     """Export a checkpoint and print what was written. Raises ConfigError if it cannot be exported."""
     import torch  # here, so that --help does not wait for it
 
     from titanlite.checkpoint.initial_weights import step_folders
-    from titanlite.checkpoint.reader import CheckpointReader
+    from titanlite.checkpoint.reader import AverageReader, CheckpointReader
     from titanlite.data.open import build_tokenizer
     from titanlite.data.tokenizer import Rows
     from titanlite.hf.export import export
 
     path = step_folders(checkpoint)[-1]
-    reader = CheckpointReader(path)
+    reader = AverageReader(path) if ema else CheckpointReader(path)
     options = model_options(path, reader.state)
     config_file = config_file_of_run(path)
     config = read_config(config_file)
@@ -94,7 +96,7 @@ def run(
     files = Path(assets).expanduser() if assets else None
     origins = {"source": released, "tokenizer": files, "bos": bos, "eos": eos}
     n_files = export(reader, options, out, dtype=kind, max_seq_len=max_seq_len, **origins)
-    print(f"wrote {out}: {path.name}, {str(kind).removeprefix('torch.')}, safetensors files: {n_files}")
+    print(f"wrote {out}: {path.name}, {'EMA, ' * ema}{str(kind).removeprefix('torch.')}, safetensors files: {n_files}")
     print(f"tokenizer: {origin}")
     if released:
         after = read_json_object(out / "config.json")

@@ -15,12 +15,12 @@ from titanlite.config.rules_data import data_rules, dataset_rules
 from titanlite.config.rules_families import family_rules
 from titanlite.config.rules_model import expert_rules, model_rules, size_rules
 from titanlite.config.rules_parallelism import context_rules, pipeline_rules, shard_rules, split_backward_rules
-from titanlite.config.schema import Checkpoint, Config, FaultTolerance, Float8, Mla, Moe, Optimizer, Precision
+from titanlite.config.schema import Checkpoint, Config, Ema, FaultTolerance, Float8, Mla, Moe, Optimizer, Precision
 
 STATES, ROUNDING = "optimizer.state_dtype", "optimizer.stochastic_rounding"
 OFFLOAD, OFFLOAD_ALL = "optimizer.enable_cpu_offload", "training.enable_cpu_offload"
 QK_CLIP, GATHER = "optimizer.qk_clip_threshold", "float8.enable_fsdp_float8_all_gather"
-PRECOMPUTED = "float8.precompute_float8_dynamic_scale_for_fsdp"
+PRECOMPUTED, EMA = "float8.precompute_float8_dynamic_scale_for_fsdp", "ema.decay"
 MAX_GROUPS = 1024
 MOST_INT8_TOKENS = (2**31 - 1) // 127**2
 """Number of products of two 8-bit integers whose sum cannot overflow in 32 bits."""
@@ -64,6 +64,8 @@ DEPENDENT_OPTIONS = [
     Dependent(_keys("float8", Float8.model_fields, "enable"), "float8.enable", on=(True,), off=(False,)),
     Dependent(OF_GROUPS, keys.GROUPS_ON, on=(True,), off=(False,)),
     Dependent([*OF_MUON, QK_CLIP], keys.OPTIMIZER, on=("Muon",)),
+    Dependent(_keys("ema", Ema.model_fields, "decay"), EMA, off=(0,)),
+    Dependent(["ema.validation"], "validation.enable", on=(True,), off=(False,)),
     Dependent(["int8.filter_fqns"], "int8.enable", on=(True,), off=(False,)),
     Dependent(["model.moe.balance_bias_rate"], "model.moe.balance_bias", on=(True,), off=(False,)),
     Dependent(["model.moe.swiglu_alpha"], "model.moe.swiglu_limit", off=(0,)),
@@ -91,6 +93,8 @@ EXCLUSIVE: list[tuple[str, Any, str, str]] = [
     ("debug.sdc_check_freq", 0, GROUPS, f"a step is computed again in one group only; set 0, {ALONE}"),
     (QK_CLIP, 0, GROUPS, f"the largest logits are those of one group; set 0, {ALONE}"),
     ("debug.fingerprint_freq", 0, GROUPS, f"fingerprints are those of one group; set 0, {ALONE}"),
+    (EMA, 0, GROUPS, f"the average is that of one group; set 0, {ALONE}"),
+    ("ema.validation", False, PRECOMPUTED, f"the scales are those of the weights; set false, or {PRECOMPUTED} = false"),
     (PRECOMPUTED, False, GROUPS, f"the scales of weights that another group sends are not known; set false, {ALONE}"),
 ]
 """An option, its only value while another option is on, that other option, and the message."""
@@ -135,6 +139,9 @@ def _training_rules(config: Config, changed: set[str], reject: Rejections) -> No
     if total_steps != -1 and total_steps < training.steps:
         message = f"expected at least training.steps = {training.steps}; the schedule ends after total_steps"
         reject("lr_scheduler.total_steps", message, "training.steps")
+    if config.ema.decay and config.ema.start_step > training.steps:
+        message = f"expected at most training.steps = {training.steps}, before which the average begins"
+        reject("ema.start_step", message, "training.steps", EMA)
     for key in (keys.PARAM, "training.mixed_precision_reduce"):
         if training.dtype == "float64" and value_of(config, key) not in ("auto", "float64"):
             reject(key, f'{keys.DTYPE} = "float64" computes and reduces in float64; set "auto"', keys.DTYPE)

@@ -596,6 +596,20 @@ class LRScheduler(Section):
     """Factor on optimizer.lr at the end of the decay."""
 
 
+class Ema(Section):
+    """Exponential moving average (EMA) of the weights: one more copy of each shard, in float32. Training does not read
+    it. `titanlite export --ema` writes it as a Hugging Face folder."""
+
+    decay: Fraction = 0.0
+    """Factor on the average in each update of it, whose other share is the weights', as 0.999; 0: no average."""
+    start_step: Count = 1
+    """The average begins with the weights after this many updates. Skipped steps do not count, here and below."""
+    warmup: bool = False
+    """Forget faster at first: n updates after start_step, the decay is at most (1 + n) / (10 + n)."""
+    validation: bool = False
+    """Compute the validation loss, and generate samples, with the average instead of the weights."""
+
+
 class Parallelism(Section):
     """The world size is the product of the degrees: pp x dp_replicate x dp_shard x cp x tp, outermost first."""
 
@@ -857,6 +871,7 @@ class Config(Section):
     training: Training = Field(default_factory=Training)
     optimizer: Optimizer = Field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = Field(default_factory=LRScheduler)
+    ema: Ema = Field(default_factory=Ema)
     parallelism: Parallelism = Field(default_factory=Parallelism)
     float8: Float8 = Field(default_factory=Float8)
     int8: Int8 = Field(default_factory=Int8)
@@ -887,6 +902,11 @@ class Config(Section):
         """The folder or checkpoint whose weights the run starts from; SEEDED: none."""
         assets = os.path.expanduser(self.model.hf_assets_path) if self.model.flavor == "from_hf" else SEEDED
         return self.checkpoint.initial_load_path or assets
+
+    @property
+    def ema_dtype(self) -> str:
+        """Data type of the average of the weights, if there is one."""
+        return "float64" if self.training.dtype == "float64" else "float32"
 
     @property
     def gradient_accumulation_steps(self) -> int:

@@ -89,14 +89,16 @@ def describe_precision(config: Config) -> str:
     The bytes are those of the weight, its gradient and its optimizer states: two, or with Muon one, as a matrix has.
     They ignore that embeddings and norms have two with Muon, and states in full precision where others are quantized.
     """
-    training, state = config.training, config.optimizer.state_dtype
-    state_dtype = training.dtype if state == "auto" else state
+    training, state_dtype = config.training, config.optimizer.state_dtype.replace("auto", config.training.dtype)
     n_states = 1 if config.optimizer.name == "Muon" else 2
     size = 2 * getattr(torch, training.dtype).itemsize + n_states * bytes_per_state(state_dtype)
+    states = f"optimizer states {state_dtype}"
+    if config.ema.decay:
+        states, size = f"{states}, EMA {config.ema_dtype}", size + bytes_per_state(config.ema_dtype)
     rounding = " (stochastic rounding)" if config.optimizer.stochastic_rounding else ""
     return (
         f"weights {training.dtype}{rounding}, compute {training.mixed_precision_param}, gradients {training.dtype}, "
-        f"reduced in {training.mixed_precision_reduce}, optimizer states {state_dtype}: {size:.4g} bytes per parameter"
+        f"reduced in {training.mixed_precision_reduce}, {states}: {size:.4g} bytes per parameter"
     )
 
 
