@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from titanlite.checkpoint.folder import state_of
 from titanlite.config.hf.values import how_to_download, read_json_object
 from titanlite.config.loader import ConfigError, read_toml, show
-from titanlite.config.schema import SEEDED, Model
+from titanlite.config.schema import SEEDED, Checkpoint, Model
 from titanlite.launch.arguments import Parser, count
 
 EXPORT_DTYPES = ("bfloat16", "float32", "float16")
@@ -104,12 +104,13 @@ def run(
         print(f"config.json: that of {released}{', except for ' if changed else ''}{', '.join(changed)}")
 
 
-def export_last_step(folder: Path, step: int, dtype: str) -> None:
+def export_last_step(dump_folder: Path, options: Checkpoint) -> None:
     """Export the checkpoint of a run's last step, if there is one and it has not been exported, as step-N-hf in the
-    folder of checkpoints. Raises ConfigError if it cannot be exported."""
-    checkpoint, out = folder / f"step-{step}", folder / f"step-{step}-hf"
+    folder of checkpoints. The run's config.toml has the step. Raises ConfigError if it cannot be exported."""
+    step = value_of_run(read_config(dump_folder / "config.toml"), "training", "steps")
+    checkpoint, out = (dump_folder / options.folder / f"step-{step}{end}" for end in ("", "-hf"))
     if checkpoint.exists() and not out.exists():
-        run(checkpoint, out, None if dtype == "auto" else dtype)
+        run(checkpoint, out, None if options.export_dtype == "auto" else options.export_dtype)
 
 
 def folder_of_source(choice: str | None, config: dict[str, Any]) -> Path | None:

@@ -10,13 +10,14 @@ import os
 import re
 import resource
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 from titanlite.config.keys import ASYNC_TENSOR, CONTEXT, EXPERT, GROUPS_ON, PIPELINE, REPLICATE, RESHARD, TENSOR
 from titanlite.config.loader import ConfigError, LoadedConfig, Rejections, show, value_of
 from titanlite.config.schema import Config, Optimizer
 from titanlite.config.torch_versions import torch_version_rules
-from titanlite.config.types import MOST_RANKS, MOST_TOKENS
+from titanlite.config.types import MOST_ITEMS, MOST_RANKS, MOST_TOKENS
 
 ATTENTION_BACKENDS_ON_CUDA = {
     "bfloat16": ("flash", "cudnn", "efficient", "math"),
@@ -139,7 +140,7 @@ def resolve(config: Config, shard_degree: int, *, on_cuda: bool) -> Config:
     degree = parallelism.data_parallel_replicate_degree * shard_degree * config.fault_tolerance.n_groups
     shards = 1 if parallelism.disable_loss_parallel else parallelism.tensor_parallel_degree
     chunks = loss_chunks(config.tokens_of_forward, config.model.vocab_size / shards)
-    return config.replace(
+    resolved = config.replace(
         parallelism__data_parallel_shard_degree=shard_degree,
         parallelism__fsdp_reshard_after_forward=_reshard_after_forward(config, shard_degree, param),
         parallelism__context_parallel_ulysses_degree=parallelism.context_parallel_degree // parallelism.ring_degree,
@@ -151,7 +152,34 @@ def resolve(config: Config, shard_degree: int, *, on_cuda: bool) -> Config:
         training__loss_chunks=_or_automatic(training.loss_chunks, chunks),
         training__mixed_precision_param=param,
         training__mixed_precision_reduce=_or_automatic(training.mixed_precision_reduce, reduced),
-        lr_scheduler__total_steps=_or_automatic(config.lr_scheduler.total_steps, training.steps),
+    )
+    return resolved if training.epochs else _with_schedule(resolved)
+
+
+def resolve_epochs(config: Config, sequences: Any) -> Config:
+    """Return a resolved config with the number of steps that training.epochs is, once the training data is open, whose
+    epoch has `sequences.n_sequences`; and a config without training.epochs as it is. Raises ConfigError if that is no
+    step, or too few, or data without an end."""
+    training, start = config.training, config.ema.start_step * (config.ema.decay > 0)
+    if not training.epochs:
+        return config
+    total = int(Fraction(repr(training.epochs)) * sequences.n_sequences)  # repr: 0.29 is 29 hundredths, not less
+    steps = total // training.global_batch_size
+    if not max(1, start) <= steps <= MOST_ITEMS:
+        least = f"ema.start_step = {start}" if start > 1 else "1"
+        problem = f"training.epochs = {training.epochs:g}: {total:,} sequences in steps of {training.global_batch_size}"
+        raise ConfigError([f"{problem} are {steps:,} steps; expected {least} to {MOST_ITEMS:,}, or set training.steps"])
+    return _with_schedule(config.replace(training__epochs=0.0, training__steps=steps))
+
+
+def _with_schedule(config: Config) -> Config:
+    """Fill in the length of the learning-rate schedule and of its warmup, by the number of steps."""
+    lr_scheduler = config.lr_scheduler
+    total, ratio = _or_automatic(lr_scheduler.total_steps, config.training.steps), lr_scheduler.warmup_ratio
+    return config.replace(
+        lr_scheduler__total_steps=total,
+        lr_scheduler__warmup_steps=lr_scheduler.warmup_steps if ratio == -1 else round(ratio * total),
+        lr_scheduler__warmup_ratio=-1,
     )
 
 

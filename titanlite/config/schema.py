@@ -513,6 +513,9 @@ class Training(DatasetOptions):
     """Sequences per optimizer step; above local_batch_size x data-parallel ranks: gradient accumulation; -1: none."""
     steps: Count = 10_000
     """Optimizer steps of the run."""
+    epochs: NotNegative = 0.0
+    """Epochs of the run, also a fraction, instead of `steps`: how often it reads the training data, in full steps. An
+    epoch of a mixture has as many tokens as all of its datasets together. 0: the run has `steps`."""
     max_norm: Positive = 1.0
     """Gradient clipping: gradients with a larger global norm are scaled down to this norm."""
     nonfinite_steps_allowed: CountOrZero = 0
@@ -586,6 +589,8 @@ class LRScheduler(Section):
 
     warmup_steps: CountOrZero = 200
     """Steps over which the learning rate rises linearly to optimizer.lr. A shorter run ends during the warmup."""
+    warmup_ratio: Union[Literal[-1], Annotated[float, Field(ge=0, le=1)]] = -1
+    """The same as a fraction of total_steps, instead of warmup_steps; -1: warmup_steps."""
     total_steps: Union[Literal[-1], Count] = -1
     """Length of the schedule: the step after which the decay has ended. -1: training.steps."""
     decay_ratio: Union[Literal[-1], Annotated[float, Field(ge=0, le=1)]] = -1

@@ -23,6 +23,8 @@ def run_summary(
     windows = {layer.sliding_window for layer in model.of_layers()}
     some = " in some layers" if len(windows) > 1 else ""
     window = f", where T is the window {min(windows - {0})}{some}" if config.windowed else ""
+    n = training.steps * training.global_batch_size
+    epochs = "" if training.streaming or config.own.data else f"{n / sequences.n_sequences:.3g} epochs, "
     lines = [
         *([config.job.description] if config.job.description else []),
         f"model      {model.flavor}: {model.n_layers} layers, dim {model.dim}, {model.n_heads} heads, "
@@ -37,6 +39,7 @@ def run_summary(
         f"data       {dataset}: {sequences}; validation: {validation_summary(config, validation)}",
         f"step       {training.global_batch_size} sequences x {training.seq_len} tokens in "
         f"{config.gradient_accumulation_steps} gradient accumulation step(s){padding}",
+        f"steps      {training.steps:,}: {epochs}{n * training.seq_len:,} tokens",
         f"MFU        {peak_flops_source}; 6N + {attention} FLOPs per token{window}",
     ]
     return "\n".join(lines)
