@@ -178,8 +178,8 @@ def _with_schedule(config: Config) -> Config:
     total, ratio = _or_automatic(lr_scheduler.total_steps, config.training.steps), lr_scheduler.warmup_ratio
     return config.replace(
         lr_scheduler__total_steps=total,
-        lr_scheduler__warmup_steps=lr_scheduler.warmup_steps if ratio == -1 else round(ratio * total),
-        lr_scheduler__warmup_ratio=-1,
+        lr_scheduler__warmup_steps=round(ratio * total) if ratio else lr_scheduler.warmup_steps,
+        lr_scheduler__warmup_ratio=0.0,
     )
 
 

@@ -76,7 +76,7 @@ DEPENDENT_OPTIONS = [
     Dependent(["parallelism.disable_loss_parallel", keys.ASYNC_TENSOR], keys.TENSOR, off=(1,)),
     Dependent(OF_PIPELINE, keys.PIPELINE, off=(1,)),
 ]
-EPOCHS, WARMUP = "training.epochs", "lr_scheduler.warmup_steps"
+EPOCHS, RATIO = "training.epochs", "lr_scheduler.warmup_ratio"
 GROUPS, ALONE = keys.GROUPS_ON, f"or {keys.GROUPS_ON} = false"
 EXCLUSIVE: list[tuple[str, Any, str, str]] = [
     ("model.attention_bias", "none", keys.LATENT, 'latent attention has no biases; set "none"'),
@@ -86,6 +86,8 @@ EXCLUSIVE: list[tuple[str, Any, str, str]] = [
     ("model.attention_scale", -1, keys.LATENT, "latent attention has model.mla.mscale_all_dim instead; remove it"),
     ("model.mlp_bias", False, keys.EXPERTS, "experts have model.moe.expert_bias instead; set false"),
     (keys.STREAMING, False, EPOCHS, f"the length of an epoch is not known before it ends; set false, or {EPOCHS} = 0"),
+    ("training.steps", 10_000, EPOCHS, f"{EPOCHS} sets the steps; remove one of the two"),
+    ("lr_scheduler.warmup_steps", 200, RATIO, f"{RATIO} sets the steps of the warmup; remove one of the two"),
     ("lr_scheduler.total_steps", -1, EPOCHS, f"the schedule has the length of {EPOCHS}; remove it, or set steps"),
     (keys.STREAMING, False, keys.MIXTURE, f"unsupported with {keys.MIXTURE}; set false"),
     (OFFLOAD, False, OFFLOAD_ALL, f"{OFFLOAD_ALL} keeps the states in host memory too; set one of the two"),
@@ -142,11 +144,6 @@ def _training_rules(config: Config, changed: set[str], reject: Rejections) -> No
     if -1 < total_steps < training.steps and not training.epochs:
         message = f"expected at least training.steps = {training.steps}; the schedule ends after total_steps"
         reject("lr_scheduler.total_steps", message, "training.steps")
-    if training.epochs and "training.steps" in changed:
-        reject("training.steps", f"training.epochs = {training.epochs:g} sets it; remove one of the two", EPOCHS)
-    if config.lr_scheduler.warmup_ratio != -1 and WARMUP in changed:
-        ratio = config.lr_scheduler.warmup_ratio
-        reject(WARMUP, f"lr_scheduler.warmup_ratio = {ratio:g} sets it; remove one of the two", WARMUP)
     if config.ema.decay and config.ema.start_step > training.steps and not training.epochs:
         message = f"expected at most training.steps = {training.steps}, before which the average begins"
         reject("ema.start_step", message, "training.steps", EMA)

@@ -589,8 +589,8 @@ class LRScheduler(Section):
 
     warmup_steps: CountOrZero = 200
     """Steps over which the learning rate rises linearly to optimizer.lr. A shorter run ends during the warmup."""
-    warmup_ratio: Union[Literal[-1], Annotated[float, Field(ge=0, le=1)]] = -1
-    """The same as a fraction of total_steps, instead of warmup_steps; -1: warmup_steps."""
+    warmup_ratio: Fraction = 0.0
+    """The same as a fraction of total_steps, instead of warmup_steps; 0: warmup_steps."""
     total_steps: Union[Literal[-1], Count] = -1
     """Length of the schedule: the step after which the decay has ended. -1: training.steps."""
     decay_ratio: Union[Literal[-1], Annotated[float, Field(ge=0, le=1)]] = -1

@@ -131,7 +131,7 @@ def _numeric_options(config: Config, dtype: str) -> dict[str, Any]:
         # precision they must be small beside the weights (0.02), or the runs diverge although the layout is right.
         "optimizer__lr": 1e-2 if dtype == "float64" and not (config.float8.enable or config.int8.enable) else 1e-4,
         "lr_scheduler__warmup_steps": 2,
-        "lr_scheduler__warmup_ratio": -1,
+        "lr_scheduler__warmup_ratio": 0.0,
         "lr_scheduler__total_steps": -1,
     }
     if dtype == "float64":  # low-bit optimizer states have no meaning then
