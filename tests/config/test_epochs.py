@@ -35,7 +35,7 @@ def test_epochs_are_full_steps(epochs: float, n_sequences: int, steps: int, tmp_
     resolved = resolve_epochs(unresolved, SimpleNamespace(n_sequences=n_sequences))
     assert (resolved.training.steps, resolved.training.epochs) == (steps, 0)
     assert (resolved.lr_scheduler.total_steps, resolved.lr_scheduler.warmup_steps) == (steps, round(steps / 2))
-    assert resolve_epochs(resolved, None) is resolved
+    assert resolve_epochs(resolved) == resolved
     assert config.load_values(resolved.model_dump(), "resolved", []).config == resolved
     assert config.load_values(unresolved.model_dump(), "unresolved", []).config == unresolved
 

@@ -66,8 +66,9 @@ def run(
     """Export a checkpoint and print what was written. Raises ConfigError if it cannot be exported."""
     import torch  # here, so that --help does not wait for it
 
+    from titanlite.checkpoint.average_reader import AverageReader
     from titanlite.checkpoint.initial_weights import step_folders
-    from titanlite.checkpoint.reader import AverageReader, CheckpointReader
+    from titanlite.checkpoint.reader import CheckpointReader
     from titanlite.data.open import build_tokenizer
     from titanlite.data.tokenizer import Rows
     from titanlite.hf.export import export

@@ -153,32 +153,28 @@ def resolve(config: Config, shard_degree: int, *, on_cuda: bool) -> Config:
         training__mixed_precision_param=param,
         training__mixed_precision_reduce=_or_automatic(training.mixed_precision_reduce, reduced),
     )
-    return resolved if training.epochs else _with_schedule(resolved)
+    return resolved if training.epochs else resolve_epochs(resolved)
 
 
-def resolve_epochs(config: Config, sequences: Any) -> Config:
-    """Return a resolved config with the number of steps that training.epochs is, once the training data is open, whose
-    epoch has `sequences.n_sequences`; and a config without training.epochs as it is. Raises ConfigError if that is no
-    step, or too few, or data without an end."""
-    training, start = config.training, config.ema.start_step * (config.ema.decay > 0)
-    if not training.epochs:
-        return config
-    total = int(Fraction(repr(training.epochs)) * sequences.n_sequences)  # repr: 0.29 is 29 hundredths, not less
-    steps = total // training.global_batch_size
-    if not max(1, start) <= steps <= MOST_ITEMS:
-        least = f"ema.start_step = {start}" if start > 1 else "1"
-        problem = f"training.epochs = {training.epochs:g}: {total:,} sequences in steps of {training.global_batch_size}"
-        raise ConfigError([f"{problem} are {steps:,} steps; expected {least} to {MOST_ITEMS:,}, or set training.steps"])
-    return _with_schedule(config.replace(training__epochs=0.0, training__steps=steps))
-
-
-def _with_schedule(config: Config) -> Config:
-    """Fill in the length of the learning-rate schedule and of its warmup, by the number of steps."""
-    lr_scheduler = config.lr_scheduler
-    total, ratio = _or_automatic(lr_scheduler.total_steps, config.training.steps), lr_scheduler.warmup_ratio
+def resolve_epochs(config: Config, sequences: Any = None) -> Config:
+    """Return a resolved config with the steps that training.epochs is, if it is set, in data whose epoch has
+    `sequences.n_sequences`, and with the lengths of the learning-rate schedule and of its warmup. Raises ConfigError if
+    the epochs are no step, too few for the average of the weights, or of data without an end."""
+    training, lr_scheduler, steps = config.training, config.lr_scheduler, config.training.steps
+    if training.epochs:
+        least = config.ema.start_step if config.ema.decay else 1
+        total = int(Fraction(repr(training.epochs)) * sequences.n_sequences)  # repr: 0.29 is 29 hundredths, not less
+        steps = total // training.global_batch_size
+        if not least <= steps <= MOST_ITEMS:
+            problem = f"{total:,} sequences in steps of {training.global_batch_size} are {steps:,} steps"
+            message = f"training.epochs = {training.epochs:g}: {problem}; expected {least:,} to {MOST_ITEMS:,}"
+            raise ConfigError([f"{message}; set other epochs, or training.steps"])
+    length, ratio = _or_automatic(lr_scheduler.total_steps, steps), lr_scheduler.warmup_ratio
     return config.replace(
-        lr_scheduler__total_steps=total,
-        lr_scheduler__warmup_steps=round(ratio * total) if ratio else lr_scheduler.warmup_steps,
+        training__epochs=0.0,
+        training__steps=steps,
+        lr_scheduler__total_steps=length,
+        lr_scheduler__warmup_steps=round(ratio * length) if ratio else lr_scheduler.warmup_steps,
         lr_scheduler__warmup_ratio=0.0,
     )
 

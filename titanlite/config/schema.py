@@ -909,11 +909,6 @@ class Config(Section):
         return self.checkpoint.initial_load_path or assets
 
     @property
-    def ema_dtype(self) -> str:
-        """Data type of the average of the weights, if there is one."""
-        return "float64" if self.training.dtype == "float64" else "float32"
-
-    @property
     def gradient_accumulation_steps(self) -> int:
         """Number of per-device batches that a rank takes in an optimizer step (of a resolved config)."""
         sequences = self.training.global_batch_size // self.fault_tolerance.n_groups

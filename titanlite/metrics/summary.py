@@ -97,7 +97,7 @@ def describe_precision(config: Config) -> str:
     size = 2 * getattr(torch, training.dtype).itemsize + n_states * bytes_per_state(state_dtype)
     states = f"optimizer states {state_dtype}"
     if config.ema.decay:
-        states, size = f"{states}, EMA {config.ema_dtype}", size + bytes_per_state(config.ema_dtype)
+        states, size = f"{states}, EMA", size + max(4, getattr(torch, training.dtype).itemsize)
     rounding = " (stochastic rounding)" if config.optimizer.stochastic_rounding else ""
     return (
         f"weights {training.dtype}{rounding}, compute {training.mixed_precision_param}, gradients {training.dtype}, "
