@@ -133,10 +133,10 @@ def test_layout_matches_reference(ranks, tmp_path, name):
 # One step -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"start_step": 3}, {"warmup": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"start_step": 3}, {"warmup": True}, {"warmup": True, "decay": 0.2}], ids=str)
 def test_the_average_is_that_of_its_definition(options: dict[str, Any]):
-    """With decay 0.9 the warmup, whose n-th decay is below (1 + n) / (10 + n), matters in all of these steps."""
-    options = Ema(decay=0.9, **options)
+    """The warmup's n-th decay, (1 + n) / (10 + n), is below 0.9 in all of these steps, and above 0.2 from n = 2 on."""
+    options = Ema(**{"decay": 0.9} | options)
     weight, weights = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64)), []
     optimizer = torch.optim.AdamW([weight])
     ema.follow(optimizer, options)
