@@ -208,6 +208,10 @@ def build_optimizer(
         from titanlite.parallel.float8 import precompute_scales
 
         precompute_scales(stages, optimizer)
+    if config.ema.decay:
+        from titanlite.techniques.ema import follow
+
+        follow(optimizer, config.ema)
     return optimizer
 
 
@@ -215,14 +219,9 @@ def optimizer_for(model: Llama, section: Optimizer, mesh: DeviceMesh | None = No
     """Return Adam (arXiv:1412.6980), AdamW (arXiv:1711.05101) or Muon (techniques/muon.py) with weight decay of
     matrices, embeddings included. `mesh`: the layout's mesh, for Muon; None: this rank alone."""
     if section.name == "Muon":
-        from titanlite.techniques.muon import build_muon, stage_group
+        from titanlite.techniques.muon import muon_of
 
-        muon = build_muon(model.named_parameters(), section, group := stage_group(mesh) if mesh else None)
-        if section.qk_clip_threshold:
-            from titanlite.techniques.qk_clip import QkClip
-
-            muon.clip = QkClip(model, section.qk_clip_threshold, group, mesh.get_local_rank("tp") if mesh else 0)
-        return muon
+        return muon_of(model, section, mesh)
     groups = parameter_groups(model.named_parameters(), section)
     weights_dtype = str(groups[0]["params"][0].dtype).removeprefix("torch.")
     if section.state_dtype not in ("auto", weights_dtype) or section.stochastic_rounding:
@@ -316,8 +315,7 @@ def build_checkpoints(run: Run) -> NoCheckpoints:
 
     identity = {"seed": config.debug.seed, "data": run.data.identity, **config.model.identity()}
     identity |= {"own.block": True} if config.own.block else {}
-    if config.training.datasets:
-        identity["mixture"] = run.data.train.identity
+    identity |= {"mixture": run.data.train.identity} if config.training.datasets else {}
     may_differ = {"mixture"} if config.training.change_mixture_on_resume else set()
     options = identity, config.comm, may_differ, options_of_run(config), trained
     return Checkpointer(Path(config.job.dump_folder), checkpoint, *options)
@@ -326,16 +324,16 @@ def build_checkpoints(run: Run) -> NoCheckpoints:
 def build_validator(run: Run, train_step: TrainStep) -> Validator:
     """Return what computes the validation loss of a run."""
     batches = functools.partial(build_validation_batches, run.config, run.layout, run.data.validation)
-    return Validator(run.config.validation, train_step, batches, run.signals)
+    arguments = run.config.validation, train_step, batches, run.signals
+    if run.config.ema.validation:
+        from titanlite.techniques.ema import AveragedValidator
+
+        return AveragedValidator(run.optimizer, *arguments)
+    return Validator(*arguments)
 
 
 def add_observers(
-    run: Run,
-    train_step: TrainStep,
-    loader: Loader,
-    guard: StepGuard,
-    checkpoints: NoCheckpoints,
-    logger: metrics.Logger,
+    run: Run, train_step: TrainStep, loader: Loader, guard: StepGuard, checkpoints: NoCheckpoints, log: metrics.Logger
 ) -> None:
     """Add the observers that a config asks for to a train step. Raises ConfigError if a prompt is too long."""
     config, layout, optimizer = run.config, run.layout, run.optimizer
@@ -359,4 +357,4 @@ def add_observers(
     if validation.generate_prompts:
         from titanlite.techniques.samples import Samples
 
-        observers.append(Samples(training, validation, config.model, train_step, logger))
+        observers.append(Samples(training, validation, config.model, train_step, log))

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from titanlite import build
 from titanlite.checkpoint.run import RunState
-from titanlite.config import USAGE, Config, Launch, check
+from titanlite.config import USAGE, Config, Launch, check, resolve_epochs
 from titanlite.config.schema import SEEDED
 from titanlite.data.loader import Loader
 from titanlite.launch import process
@@ -42,13 +42,14 @@ def train(config: Config, launch: Launch, signals: process.Signals) -> dict[str,
     step's metrics. Raises ConfigError if the data or the checkpoint does not fit the config, and TrainingError if more
     steps than training.nonfinite_steps_allowed have no finite loss and gradient norm, or no checkpoint can be written.
     """
-    training, device = config.training, device_of(launch)
+    device = device_of(launch)
     build.set_seed(config.debug, launch.rank)
 
     # Build the run. Only build.py knows which techniques a config asks for; nothing below asks again.
     mark("building the run")
     layout = mesh.build_layout(config.parallelism, device)
     data = build.build_data(config, builds_cache=launch.local_rank == 0)
+    config = resolve_epochs(config, data.train)
     mark("building the model")
     model, stages = build.build_model(config, layout, device)
     optimizer = build.build_optimizer(config, model, stages.values(), layout)
@@ -56,7 +57,7 @@ def train(config: Config, launch: Launch, signals: process.Signals) -> dict[str,
     groups = build.build_groups(run)
     train_step = build.build_train_step(run, groups)
     set_timeout(device, config.comm.init_timeout_seconds)  # new groups begin with torch's default timeout
-    guard, sizes = build.build_guard(training, device), build.parameter_sizes(config)
+    guard, sizes = build.build_guard(config.training, device), build.parameter_sizes(config)
     meter, logger = build.build_metrics(config, launch, device, sizes)
     log_rank0(run_summary(config, sum(sizes.values()), data.train, data.validation, meter.peak.source))
 
@@ -76,7 +77,7 @@ def train(config: Config, launch: Launch, signals: process.Signals) -> dict[str,
 
     profiling = profilers(config.job, config.profiling, launch.rank)
     with loader, checkpoints.finished_on_error(), profiling as profile, collected_garbage() as collect:
-        for step in groups.steps(last_step, training.steps):
+        for step in groups.steps(last_step, config.training.steps):
             mark("waiting for data", step)
             with meter.waiting_for_data():
                 batches = loader.next()
@@ -100,14 +101,14 @@ def train(config: Config, launch: Launch, signals: process.Signals) -> dict[str,
             guard.settle(step, loss, norm, loss_sum, checkpoints)
             optimizer.zero_grad()
             meter.step_done()
-            collect(step, training.gc_freq)
+            collect(step, config.training.gc_freq)
             if is_first:
                 set_timeout(device, config.comm.train_timeout_seconds)
                 first_step_done(config.comm.train_timeout_seconds)
                 signals.nothing_to_save = False
 
             # Log, validate, save.
-            is_last, values = step == training.steps or stopping > 0, {}
+            is_last, values = step == config.training.steps or stopping > 0, {}
             if step % config.metrics.log_freq == 0 or is_first or is_last:
                 mark("logging")
                 largest = train_step.largest_loss(loss_sum, batches)
@@ -166,8 +167,7 @@ def export_weights(config: Config, launch: Launch) -> None:
     if config.checkpoint.last_save_in_hf and launch.rank == 0:
         from titanlite.checkpoint.export import export_last_step
 
-        folder = Path(config.job.dump_folder) / config.checkpoint.folder
-        export_last_step(folder, config.training.steps, config.checkpoint.export_dtype)
+        export_last_step(Path(config.job.dump_folder), config.checkpoint)
 
 
 def main(argv: list[str]) -> None:

@@ -24,7 +24,7 @@ from docs.build.page_tables import with_table
 from tests import test_architecture, test_families, test_families_by_options
 from tests.helpers.cases import Case, marks_for
 from tests.parallel import test_layouts, test_parity
-from tests.techniques import test_gpt_oss, test_mla, test_qk_clip
+from tests.techniques import test_ema, test_gpt_oss, test_mla, test_qk_clip
 from tests.techniques.moe import test_moe
 from titanlite.launch.arguments import Parser
 from titanlite.launch.cli import COMMANDS
@@ -240,6 +240,7 @@ def tables() -> dict[str, tuple[Cases, set[str]]]:
         ("Families by options", by_options, families),
         ("gpt-oss", test_gpt_oss, test_gpt_oss.LAYOUTS),
         ("QK-clip", test_qk_clip, test_qk_clip.LAYOUTS),
+        ("Averages of the weights (EMA)", test_ema, test_ema.LAYOUTS),
         ("Resume of a checkpoint of pp 2 x shard 2 x cp 2", test_layouts, test_layouts.TO),
     ):
         nightly = {name for name, options in cases.items() if marks_for(options)}

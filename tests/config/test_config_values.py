@@ -36,7 +36,7 @@ WRONG_VALUES = {
         "profiling.save_traces_folder = 3", "profiling.save_memory_snapshot_folder = 3", "plan.device = 3",
     ],
     "true or false": [
-        "fault_tolerance.enable = 1",
+        "fault_tolerance.enable = 1", "ema.validation = 1", "ema.warmup = 1",
         "model.moe.normalize_scores = 1", "model.moe.balance_bias = 1", "model.tie_embeddings = 1",
         "model.mlp_bias = 0", "model.gated_ffn = 1", "model.attention_sinks = 1", "model.rope_yarn_truncate = 0",
         "model.moe.expert_bias = 1", 'model.moe.router_bias = "all"',
@@ -54,7 +54,7 @@ WRONG_VALUES = {
     "an integer >= 1": [
         "model.dim = 0", "model.n_layers = 0", "model.n_heads = 0", "model.n_kv_heads = 0", "model.ffn_dim = 0",
         "model.vocab_size = 0", "model.rope_original_seq_len = 0", "training.streaming_shards = 0",
-        "training.streaming_shuffle_block = 0",
+        "training.streaming_shuffle_block = 0", "ema.start_step = 0",
         "training.seq_len = 0", "training.local_batch_size = 0", "training.steps = 0", "training.steps = 10.0",
         'training.steps = "10"', "training.steps = true", "training.steps = [1, 2]", "training.steps = 2020-01-01",
         "parallelism.data_parallel_replicate_degree = 0", "checkpoint.interval = 0",
@@ -121,7 +121,7 @@ WRONG_VALUES = {
         "model.mla.mscale_all_dim = -1", "optimizer.qk_clip_threshold = -1", "model.llama4_scaling_beta = -0.1",
         "model.moe.swiglu_limit = -7.0",
         "model.moe.balance_bias_rate = -1", "model.moe.balance_loss_weight = -0.1", "model.moe.z_loss_weight = inf",
-        "optimizer.weight_decay = -0.1", "training.skip_outlier_sigma = -1",
+        "optimizer.weight_decay = -0.1", "training.skip_outlier_sigma = -1", "training.epochs = -1",
                      "plan.price = -1", "optimizer.weight_decay = inf"],
     "a finite number >= 1": [
         "model.rope_scaling_factor = 0.5", "model.rope_scaling_factor = inf",
@@ -129,7 +129,7 @@ WRONG_VALUES = {
     ],
     "a finite number >= 0 and < 1": [
         "optimizer.muon_momentum = 1.0", "optimizer.beta1 = 1.0", "optimizer.beta1 = -0.1", "optimizer.beta2 = 1.5",
-        "validation.fraction = 1.0",
+        "validation.fraction = 1.0", "ema.decay = 1.0", "lr_scheduler.warmup_ratio = 1.0",
         "validation.fraction = -0.1", "optimizer.beta1 = nan",
     ],
     "a finite number >= 0 and <= 1": [

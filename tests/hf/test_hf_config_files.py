@@ -17,7 +17,7 @@ from tests.hf.test_hf_export import command, from_pretrained
 from titanlite.checkpoint.export import export_last_step
 from titanlite.config.hf.config_json import model_options
 from titanlite.config.hf.deepseek import yarn_magnitude
-from titanlite.config.schema import Model
+from titanlite.config.schema import Checkpoint, Model
 from titanlite.hf.config_files import config_files
 from titanlite.hf.load import load_hf_weights
 from titanlite.hf.names import named_weights
@@ -163,7 +163,14 @@ def folder(request: Any, tmp_path: Path, assets: Any) -> Path:
 
 def write_run(folder: Path, start: str = "hf", flavor: str = "from_hf") -> None:
     """Write the config.toml of the run, whose weights are from another folder than its tokenizer if `start` says so."""
-    lines = ["[training]", "seq_len = 24", "[model]", f'flavor = "{flavor}"', f'hf_assets_path = "{folder}/hf"']
+    lines = [
+        "[training]",
+        "seq_len = 24",
+        "steps = 2",
+        "[model]",
+        f'flavor = "{flavor}"',
+        f'hf_assets_path = "{folder}/hf"',
+    ]
     place = start if start in ("", "none") else f"{folder}/{start}"
     (folder / "run" / "config.toml").write_text("\n".join([*lines, "[checkpoint]", f'initial_load_path = "{place}"']))
 
@@ -193,7 +200,7 @@ def test_an_exported_family_is_its_source(folder: Path, capsys):
 
 
 def test_the_last_step_in_hf_keeps_it_too(folder: Path):
-    export_last_step(folder / "run" / "checkpoint", 2, "bfloat16")
+    export_last_step(folder / "run", Checkpoint(export_dtype="bfloat16"))
     after = read(folder / "run" / "checkpoint" / "step-2-hf")
     assert differences(read(folder / "hf"), after) == {"dtype": "bfloat16"}
 

@@ -1,7 +1,7 @@
 """Write a checkpoint as a Hugging Face folder that transformers, vLLM and others load.
 
-    titanlite export CHECKPOINT OUT [--dtype bfloat16] [--tokenizer FOLDER] [--source FOLDER] [--max-seq-len N]
-                                    [--verify]
+    titanlite export CHECKPOINT OUT [--dtype bfloat16] [--ema] [--tokenizer FOLDER] [--source FOLDER]
+                                    [--max-seq-len N] [--verify]
 
 CHECKPOINT is a step-N folder, or the folder of a run's checkpoints, of which the newest is exported. OUT must not
 exist. It gets the weights as safetensors of at most 5 GB, config.json, generation_config.json, the tokenizer's files
@@ -29,21 +29,22 @@ from pydantic import ValidationError
 from titanlite.checkpoint.folder import state_of
 from titanlite.config.hf.values import how_to_download, read_json_object
 from titanlite.config.loader import ConfigError, read_toml, show
-from titanlite.config.schema import SEEDED, Model
+from titanlite.config.schema import SEEDED, Checkpoint, Model
 from titanlite.launch.arguments import Parser, count
 
 EXPORT_DTYPES = ("bfloat16", "float32", "float16")
 
 
-def main(argv: list[str], verify: Callable[[Path, Path], bool]) -> int:
+def main(argv: list[str], verify: Callable[[Path, Path, bool], bool]) -> int:
     """Run `titanlite export`, and `verify` on the checkpoint and the folder if asked to. Returns the exit status."""
     usage = "titanlite export CHECKPOINT OUT [--dtype bfloat16|float32|float16] [--tokenizer FOLDER] [--source FOLDER]"
-    usage += " [--max-seq-len N] [--verify]"
+    usage += " [--ema] [--max-seq-len N] [--verify]"
     parser = Parser(usage, __doc__)
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a step-N folder, or the folder of several")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
     text = "dtype of written weights (default: the source's, or the checkpoint's)"
     parser.add_argument("--dtype", choices=EXPORT_DTYPES, help=text)
+    parser.add_argument("--ema", action="store_true", help="write the average of the weights (ema.decay) instead")
     parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="a tokenizer.json, or the folder with it")
     text = "folder of the model that the run started from; none: a new config.json"
     parser.add_argument("--source", metavar="FOLDER", help=text)
@@ -58,7 +59,7 @@ def main(argv: list[str], verify: Callable[[Path, Path], bool]) -> int:
             raise
         print(f"error: {arguments.out}: cannot be written: {error}", file=sys.stderr)
         return 1
-    return 0 if not verifies or verify(arguments.checkpoint, arguments.out) else 1
+    return 0 if not verifies or verify(arguments.checkpoint, arguments.out, arguments.ema) else 1
 
 
 def run(
@@ -68,10 +69,12 @@ def run(
     tokenizer: Path | None = None,
     source: str | None = None,
     max_seq_len: int | None = None,
+    ema: bool = False,
 ) -> None:
     """Export a checkpoint and print what was written. Raises ConfigError if it cannot be exported."""
     import torch  # here, so that --help does not wait for it
 
+    from titanlite.checkpoint.average_reader import AverageReader
     from titanlite.checkpoint.exported_files import model_card, tokenizer_files
     from titanlite.checkpoint.initial_weights import step_folders
     from titanlite.checkpoint.reader import CheckpointReader
@@ -80,7 +83,7 @@ def run(
     from titanlite.hf.export import export
 
     path = step_folders(checkpoint)[-1]
-    reader = CheckpointReader(path)
+    reader = AverageReader(path) if ema else CheckpointReader(path)
     options = model_options(path, reader.state)
     config_file = config_file_of_run(path)
     config = read_config(config_file)
@@ -105,7 +108,7 @@ def run(
     kind = getattr(torch, dtype) if dtype in EXPORT_DTYPES else reader.dtypes["model.tok_embeddings.weight"]
     origins = {"source": released, "files": files, "bos": bos, "eos": eos}
     n_files = export(reader, options, out, dtype=kind, max_seq_len=max_seq_len, **origins)
-    print(f"wrote {out}: {path.name}, {str(kind).removeprefix('torch.')}, safetensors files: {n_files}")
+    print(f"wrote {out}: {path.name}, {'EMA, ' * ema}{str(kind).removeprefix('torch.')}, safetensors files: {n_files}")
     print(f"tokenizer: {origin}")
     if released:
         after = read_json_object(out / "config.json")
@@ -113,12 +116,13 @@ def run(
         print(f"config.json: that of {released}{', except for ' if changed else ''}{', '.join(changed)}")
 
 
-def export_last_step(folder: Path, step: int, dtype: str) -> None:
+def export_last_step(dump_folder: Path, options: Checkpoint) -> None:
     """Export the checkpoint of a run's last step, if there is one and it has not been exported, as step-N-hf in the
-    folder of checkpoints. Raises ConfigError if it cannot be exported."""
-    checkpoint, out = folder / f"step-{step}", folder / f"step-{step}-hf"
+    folder of checkpoints. The run's config.toml has the step. Raises ConfigError if it cannot be exported."""
+    step = value_of_run(read_config(dump_folder / "config.toml"), "training", "steps")
+    checkpoint, out = (dump_folder / options.folder / f"step-{step}{end}" for end in ("", "-hf"))
     if checkpoint.exists() and not out.exists():
-        run(checkpoint, out, None if dtype == "auto" else dtype)
+        run(checkpoint, out, None if options.export_dtype == "auto" else options.export_dtype)
 
 
 def folder_of_source(choice: str | None, config: dict[str, Any]) -> Path | None:

@@ -136,6 +136,7 @@ def load_tensors(
 
 
 def _with_optimizer(identity: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the identity with the name of the optimizer added whose states a run saves, if its config is known."""
-    name = config.get("optimizer.name")
-    return identity | ({"optimizer.name": "Muon" if name == "Muon" else "Adam or AdamW"} if name else {})
+    """Return the identity with the states added that an optimizer saves, if the run's config is known."""
+    name, ema = config.get("optimizer.name"), "on" if config.get("ema.decay") else "off"
+    states = {"optimizer.name": "Muon" if name == "Muon" else "Adam or AdamW", "ema.decay": ema}
+    return identity | (states if name else {})

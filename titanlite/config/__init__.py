@@ -9,12 +9,12 @@ import dataclasses
 from typing import Any
 
 from titanlite.config import loader, rules
-from titanlite.config.launch import Launch, check
+from titanlite.config.launch import Launch, check, resolve_epochs
 from titanlite.config.loader import ConfigError, LoadedConfig
 from titanlite.config.own import Parts
 from titanlite.config.schema import Config
 
-__all__ = ["USAGE", "Config", "ConfigError", "Launch", "LoadedConfig", "check", "load", "load_values"]
+__all__ = ["USAGE", "Config", "ConfigError", "Launch", "LoadedConfig", "check", "load", "load_values", "resolve_epochs"]
 
 USAGE = "usage: titanlite train CONFIG [--section.key=value ...]   (--help lists every option)"
 

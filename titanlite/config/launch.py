@@ -10,13 +10,14 @@ import os
 import re
 import resource
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 from titanlite.config.keys import ASYNC_TENSOR, CONTEXT, EXPERT, GROUPS_ON, PIPELINE, REPLICATE, RESHARD, TENSOR
 from titanlite.config.loader import ConfigError, LoadedConfig, Rejections, show, value_of
 from titanlite.config.schema import Config, Optimizer
 from titanlite.config.torch_versions import torch_version_rules
-from titanlite.config.types import MOST_RANKS, MOST_TOKENS
+from titanlite.config.types import MOST_ITEMS, MOST_RANKS, MOST_TOKENS
 
 ATTENTION_BACKENDS_ON_CUDA = {
     "bfloat16": ("flash", "cudnn", "efficient", "math"),
@@ -139,7 +140,7 @@ def resolve(config: Config, shard_degree: int, *, on_cuda: bool) -> Config:
     degree = parallelism.data_parallel_replicate_degree * shard_degree * config.fault_tolerance.n_groups
     shards = 1 if parallelism.disable_loss_parallel else parallelism.tensor_parallel_degree
     chunks = loss_chunks(config.tokens_of_forward, config.model.vocab_size / shards)
-    return config.replace(
+    resolved = config.replace(
         parallelism__data_parallel_shard_degree=shard_degree,
         parallelism__fsdp_reshard_after_forward=_reshard_after_forward(config, shard_degree, param),
         parallelism__context_parallel_ulysses_degree=parallelism.context_parallel_degree // parallelism.ring_degree,
@@ -151,7 +152,30 @@ def resolve(config: Config, shard_degree: int, *, on_cuda: bool) -> Config:
         training__loss_chunks=_or_automatic(training.loss_chunks, chunks),
         training__mixed_precision_param=param,
         training__mixed_precision_reduce=_or_automatic(training.mixed_precision_reduce, reduced),
-        lr_scheduler__total_steps=_or_automatic(config.lr_scheduler.total_steps, training.steps),
+    )
+    return resolved if training.epochs else resolve_epochs(resolved)
+
+
+def resolve_epochs(config: Config, sequences: Any = None) -> Config:
+    """Return a resolved config with the steps that training.epochs is, if it is set, in data whose epoch has
+    `sequences.n_sequences`, and with the lengths of the learning-rate schedule and of its warmup. Raises ConfigError if
+    the epochs are no step, too few for the average of the weights, or of data without an end."""
+    training, lr_scheduler, steps = config.training, config.lr_scheduler, config.training.steps
+    if training.epochs:
+        least = config.ema.start_step if config.ema.decay else 1
+        total = int(Fraction(repr(training.epochs)) * sequences.n_sequences)  # repr: 0.29 is 29 hundredths, not less
+        steps = total // training.global_batch_size
+        if not least <= steps <= MOST_ITEMS:
+            problem = f"{total:,} sequences in steps of {training.global_batch_size} are {steps:,} steps"
+            message = f"training.epochs = {training.epochs:g}: {problem}; expected {least:,} to {MOST_ITEMS:,}"
+            raise ConfigError([f"{message}; set other epochs, or training.steps"])
+    length, ratio = _or_automatic(lr_scheduler.total_steps, steps), lr_scheduler.warmup_ratio
+    return config.replace(
+        training__epochs=0.0,
+        training__steps=steps,
+        lr_scheduler__total_steps=length,
+        lr_scheduler__warmup_steps=round(ratio * length) if ratio else lr_scheduler.warmup_steps,
+        lr_scheduler__warmup_ratio=0.0,
     )
 
 

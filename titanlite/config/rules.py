@@ -15,12 +15,12 @@ from titanlite.config.rules_data import data_rules, dataset_rules
 from titanlite.config.rules_families import family_rules
 from titanlite.config.rules_model import expert_rules, model_rules, size_rules
 from titanlite.config.rules_parallelism import context_rules, pipeline_rules, shard_rules, split_backward_rules
-from titanlite.config.schema import Checkpoint, Config, FaultTolerance, Float8, Mla, Moe, Optimizer, Precision
+from titanlite.config.schema import Checkpoint, Config, Ema, FaultTolerance, Float8, Mla, Moe, Optimizer, Precision
 
 STATES, ROUNDING = "optimizer.state_dtype", "optimizer.stochastic_rounding"
 OFFLOAD, OFFLOAD_ALL = "optimizer.enable_cpu_offload", "training.enable_cpu_offload"
 QK_CLIP, GATHER = "optimizer.qk_clip_threshold", "float8.enable_fsdp_float8_all_gather"
-PRECOMPUTED = "float8.precompute_float8_dynamic_scale_for_fsdp"
+PRECOMPUTED, EMA = "float8.precompute_float8_dynamic_scale_for_fsdp", "ema.decay"
 MAX_GROUPS = 1024
 MOST_INT8_TOKENS = (2**31 - 1) // 127**2
 """Number of products of two 8-bit integers whose sum cannot overflow in 32 bits."""
@@ -64,6 +64,8 @@ DEPENDENT_OPTIONS = [
     Dependent(_keys("float8", Float8.model_fields, "enable"), "float8.enable", on=(True,), off=(False,)),
     Dependent(OF_GROUPS, keys.GROUPS_ON, on=(True,), off=(False,)),
     Dependent([*OF_MUON, QK_CLIP], keys.OPTIMIZER, on=("Muon",)),
+    Dependent(_keys("ema", Ema.model_fields, "decay"), EMA, off=(0,)),
+    Dependent(["ema.validation"], "validation.enable", on=(True,), off=(False,)),
     Dependent(["int8.filter_fqns"], "int8.enable", on=(True,), off=(False,)),
     Dependent(["model.moe.balance_bias_rate"], "model.moe.balance_bias", on=(True,), off=(False,)),
     Dependent(["model.moe.swiglu_alpha"], "model.moe.swiglu_limit", off=(0,)),
@@ -74,6 +76,7 @@ DEPENDENT_OPTIONS = [
     Dependent(["parallelism.disable_loss_parallel", keys.ASYNC_TENSOR], keys.TENSOR, off=(1,)),
     Dependent(OF_PIPELINE, keys.PIPELINE, off=(1,)),
 ]
+EPOCHS, RATIO = "training.epochs", "lr_scheduler.warmup_ratio"
 GROUPS, ALONE = keys.GROUPS_ON, f"or {keys.GROUPS_ON} = false"
 EXCLUSIVE: list[tuple[str, Any, str, str]] = [
     ("model.attention_bias", "none", keys.LATENT, 'latent attention has no biases; set "none"'),
@@ -82,6 +85,10 @@ EXCLUSIVE: list[tuple[str, Any, str, str]] = [
     ("model.norm", "rms", keys.LATENT, 'latents have RMSNorm; set "rms"'),
     ("model.attention_scale", -1, keys.LATENT, "latent attention has model.mla.mscale_all_dim instead; remove it"),
     ("model.mlp_bias", False, keys.EXPERTS, "experts have model.moe.expert_bias instead; set false"),
+    (keys.STREAMING, False, EPOCHS, f"the length of an epoch is not known before it ends; set false, or {EPOCHS} = 0"),
+    ("training.steps", 10_000, EPOCHS, f"{EPOCHS} sets the steps; remove one of the two"),
+    ("lr_scheduler.warmup_steps", 200, RATIO, f"{RATIO} sets the steps of the warmup; remove one of the two"),
+    ("lr_scheduler.total_steps", -1, EPOCHS, f"the schedule has the length of {EPOCHS}; remove it, or set steps"),
     (keys.STREAMING, False, keys.MIXTURE, f"unsupported with {keys.MIXTURE}; set false"),
     (OFFLOAD, False, OFFLOAD_ALL, f"{OFFLOAD_ALL} keeps the states in host memory too; set one of the two"),
     ("int8.enable", False, "float8.enable", "float8.enable = true converts the same layers; set one of them false"),
@@ -91,6 +98,8 @@ EXCLUSIVE: list[tuple[str, Any, str, str]] = [
     ("debug.sdc_check_freq", 0, GROUPS, f"a step is computed again in one group only; set 0, {ALONE}"),
     (QK_CLIP, 0, GROUPS, f"the largest logits are those of one group; set 0, {ALONE}"),
     ("debug.fingerprint_freq", 0, GROUPS, f"fingerprints are those of one group; set 0, {ALONE}"),
+    (EMA, 0, GROUPS, f"the average is that of one group; set 0, {ALONE}"),
+    ("ema.validation", False, PRECOMPUTED, f"the scales are those of the weights; set false, or {PRECOMPUTED} = false"),
     (PRECOMPUTED, False, GROUPS, f"the scales of weights that another group sends are not known; set false, {ALONE}"),
 ]
 """An option, its only value while another option is on, that other option, and the message."""
@@ -132,9 +141,12 @@ def _training_rules(config: Config, changed: set[str], reject: Rejections) -> No
     if training.global_batch_size != -1 and training.global_batch_size % training.local_batch_size:
         message = f"expected a multiple of {keys.BATCH} = {training.local_batch_size}"
         reject("training.global_batch_size", message, keys.BATCH)
-    if total_steps != -1 and total_steps < training.steps:
+    if -1 < total_steps < training.steps and not training.epochs:
         message = f"expected at least training.steps = {training.steps}; the schedule ends after total_steps"
         reject("lr_scheduler.total_steps", message, "training.steps")
+    if config.ema.decay and config.ema.start_step > training.steps and not training.epochs:
+        message = f"expected at most training.steps = {training.steps}, before which the average begins"
+        reject("ema.start_step", message, "training.steps", EMA)
     for key in (keys.PARAM, "training.mixed_precision_reduce"):
         if training.dtype == "float64" and value_of(config, key) not in ("auto", "float64"):
             reject(key, f'{keys.DTYPE} = "float64" computes and reduces in float64; set "auto"', keys.DTYPE)

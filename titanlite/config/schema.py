@@ -513,6 +513,9 @@ class Training(DatasetOptions):
     """Sequences per optimizer step; above local_batch_size x data-parallel ranks: gradient accumulation; -1: none."""
     steps: Count = 10_000
     """Optimizer steps of the run."""
+    epochs: NotNegative = 0.0
+    """Epochs of the run, also a fraction, instead of `steps`: how often it reads the training data, in full steps. An
+    epoch of a mixture has as many tokens as all of its datasets together. 0: the run has `steps`."""
     max_norm: Positive = 1.0
     """Gradient clipping: gradients with a larger global norm are scaled down to this norm."""
     nonfinite_steps_allowed: CountOrZero = 0
@@ -586,6 +589,8 @@ class LRScheduler(Section):
 
     warmup_steps: CountOrZero = 200
     """Steps over which the learning rate rises linearly to optimizer.lr. A shorter run ends during the warmup."""
+    warmup_ratio: Fraction = 0.0
+    """The same as a fraction of total_steps, instead of warmup_steps; 0: warmup_steps."""
     total_steps: Union[Literal[-1], Count] = -1
     """Length of the schedule: the step after which the decay has ended. -1: training.steps."""
     decay_ratio: Union[Literal[-1], Annotated[float, Field(ge=0, le=1)]] = -1
@@ -594,6 +599,20 @@ class LRScheduler(Section):
     """Shape of the decay; sqrt is 1 - sqrt(progress)."""
     min_lr_factor: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Factor on optimizer.lr at the end of the decay."""
+
+
+class Ema(Section):
+    """Exponential moving average (EMA) of the weights: one more copy of each shard, in float32. Training does not read
+    it. `titanlite export --ema` writes it as a Hugging Face folder."""
+
+    decay: Fraction = 0.0
+    """Factor on the average in each update of it, whose other share is the weights', as 0.999; 0: no average."""
+    start_step: Count = 1
+    """The average begins with the weights after this many updates. Skipped steps do not count, here and below."""
+    warmup: bool = False
+    """Forget faster at first: n updates after start_step, the decay is at most (1 + n) / (10 + n)."""
+    validation: bool = False
+    """Compute the validation loss, and generate samples, with the average instead of the weights."""
 
 
 class Parallelism(Section):
@@ -858,6 +877,7 @@ class Config(Section):
     training: Training = Field(default_factory=Training)
     optimizer: Optimizer = Field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = Field(default_factory=LRScheduler)
+    ema: Ema = Field(default_factory=Ema)
     parallelism: Parallelism = Field(default_factory=Parallelism)
     float8: Float8 = Field(default_factory=Float8)
     int8: Int8 = Field(default_factory=Int8)

@@ -23,6 +23,8 @@ def run_summary(
     windows = {layer.sliding_window for layer in model.of_layers()}
     some = " in some layers" if len(windows) > 1 else ""
     window = f", where T is the window {min(windows - {0})}{some}" if config.windowed else ""
+    n = training.steps * training.global_batch_size
+    epochs = "" if training.streaming or config.own.data else f"{n / sequences.n_sequences:.3g} epochs, "
     lines = [
         *([config.job.description] if config.job.description else []),
         f"model      {model.flavor}: {model.n_layers} layers, dim {model.dim}, {model.n_heads} heads, "
@@ -37,6 +39,7 @@ def run_summary(
         f"data       {dataset}: {sequences}; validation: {validation_summary(config, validation)}",
         f"step       {training.global_batch_size} sequences x {training.seq_len} tokens in "
         f"{config.gradient_accumulation_steps} gradient accumulation step(s){padding}",
+        f"steps      {training.steps:,}: {epochs}{n * training.seq_len:,} tokens",
         f"MFU        {peak_flops_source}; 6N + {attention} FLOPs per token{window}",
     ]
     return "\n".join(lines)
@@ -89,14 +92,16 @@ def describe_precision(config: Config) -> str:
     The bytes are those of the weight, its gradient and its optimizer states: two, or with Muon one, as a matrix has.
     They ignore that embeddings and norms have two with Muon, and states in full precision where others are quantized.
     """
-    training, state = config.training, config.optimizer.state_dtype
-    state_dtype = training.dtype if state == "auto" else state
+    training, state_dtype = config.training, config.optimizer.state_dtype.replace("auto", config.training.dtype)
     n_states = 1 if config.optimizer.name == "Muon" else 2
     size = 2 * getattr(torch, training.dtype).itemsize + n_states * bytes_per_state(state_dtype)
+    states = f"optimizer states {state_dtype}"
+    if config.ema.decay:
+        states, size = f"{states}, EMA", size + max(4, getattr(torch, training.dtype).itemsize)
     rounding = " (stochastic rounding)" if config.optimizer.stochastic_rounding else ""
     return (
         f"weights {training.dtype}{rounding}, compute {training.mixed_precision_param}, gradients {training.dtype}, "
-        f"reduced in {training.mixed_precision_reduce}, optimizer states {state_dtype}: {size:.4g} bytes per parameter"
+        f"reduced in {training.mixed_precision_reduce}, {states}: {size:.4g} bytes per parameter"
     )
 
 

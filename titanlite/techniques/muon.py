@@ -301,3 +301,13 @@ def build_muon(
     others = [(name, parameter) for name, parameter in named if not is_orthogonalized(name, parameter)]
     adamw = build_adam(parameter_groups(others, optimizer), optimizer, "AdamW")
     return Muon(adamw, matrices, optimizer, group)
+
+
+def muon_of(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh | None) -> Muon:
+    """Build Muon for a model on the ranks of a layout's mesh, or on this one alone, with QK-clip if it is asked for."""
+    muon = build_muon(model.named_parameters(), optimizer, group := stage_group(mesh) if mesh else None)
+    if optimizer.qk_clip_threshold:
+        from titanlite.techniques.qk_clip import QkClip
+
+        muon.clip = QkClip(model, optimizer.qk_clip_threshold, group, mesh.get_local_rank("tp") if mesh else 0)
+    return muon

@@ -1,27 +1,49 @@
-"""List and verify the checkpoints of a run.
+"""List and verify the checkpoints of a run, or average several.
 
     titanlite checkpoint FOLDER
+    titanlite checkpoint average OUT FOLDER [FOLDER ...]
 
 FOLDER is a step-N folder, or one that contains such folders. Every byte is read and compared with its checksum. The
 checkpoints that no start resumes from are listed afterwards: step-N.diverged, step-N.suspect, step-N.damaged.
 
+With `average`, the mean of the weights of all these checkpoints (a model soup, arXiv:2203.05482, or stochastic weight
+averaging, arXiv:1803.05407) becomes OUT/checkpoint/step-N, where N is the newest step, with that run's config.toml in
+OUT. It has no optimizer states: `titanlite export OUT` writes it as a Hugging Face folder, titanlite generate and eval
+read it, and a run starts from it by checkpoint.initial_load_path. One tensor at a time is in memory.
+
 Exit status: 0 every checkpoint that a start may resume from is complete and undamaged; 2 one is not, or there is none.
 """
 
+import json
+import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
+from titanlite.checkpoint.export import config_file_of_run, model_options
+from titanlite.checkpoint.files import bytes_of
 from titanlite.checkpoint.folder import SET_ASIDE, UNCONFIRMED, checkpoints, state_of
 from titanlite.checkpoint.initial_weights import step_folders
+from titanlite.checkpoint.manifest import DTYPE_NAMES, MANIFEST, STATE, FileEntry, Stored, build_manifest
 from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.config.loader import ConfigError, print_problems
+from titanlite.files import safetensors
+from titanlite.files.durable import checksum, write_synced
+from titanlite.files.new_folder import new_folder
 from titanlite.launch.progress import progress
+from titanlite.parallel.shards import Slice
 
 
 def main(argv: list[str]) -> int:
     """Run `titanlite checkpoint`. Returns the exit status."""
     if "-h" in argv or "--help" in argv:
         print(__doc__)
+        return 0
+    if argv[:1] == ["average"]:
+        average([Path(name) for name in argv[1:]])
         return 0
     if len(argv) != 1 or argv[0].startswith("-"):
         raise ConfigError(["expected one folder; usage: titanlite checkpoint FOLDER   (--help tells more)"])
@@ -55,3 +77,46 @@ def describe(folder: Path) -> str:
         f"step {reader.state['step']}{note}, {n_weights:,} parameters, {len(reader.shapes)} tensors, {size:.2f} GiB in "
         f"{n_files} files; verified at {size / max(seconds, 1e-9):.1f} GiB/s"
     )
+
+
+def average(places: Sequence[Path]) -> None:
+    """Write the mean of checkpoints in all folders but the first into the first, which must not exist. Raises
+    ConfigError if they are fewer than two, damaged or of different models."""
+    out, folders = places[0] if places else Path(), [path for place in places[1:] for path in step_folders(place)]
+    if len({path.resolve() for path in folders}) < max(2, len(folders)):
+        found = ", ".join(map(str, folders)) or "none"
+        raise ConfigError(
+            [f"checkpoint average OUT FOLDER ...: expected two or more different checkpoints, not {found}"]
+        )
+    readers = sorted(map(CheckpointReader, folders), key=lambda reader: reader.state["step"])
+    shapes = [{name: shape for name, shape in each.shapes.items() if name.startswith("model.")} for each in readers]
+    options = [model_options(each.path, each.state) for each in readers]
+    for number in range(len(readers) - 1):
+        if (shapes[number], options[number]) != (shapes[-1], options[-1]):
+            raise ConfigError([f"{readers[number].path}: of another model than {readers[-1].path}"])
+    newest, file = readers[-1], "rank-00000.safetensors"
+    kinds = {name: torch.promote_types(newest.dtypes[name], torch.float32) for name in shapes[-1]}
+    with new_folder(out) as folder, progress(f"writing {out}", total=len(kinds), unit="tensors") as advance:
+
+        def mean(name: str) -> Tensor:
+            total = newest.read(name).double()
+            for reader in readers[:-1]:
+                total += reader.read(name)
+            advance(1)
+            return (total / len(readers)).to(kinds[name])
+
+        path = folder / "checkpoint" / f"step-{newest.state['step']}"
+        path.mkdir(parents=True)
+        entries = {name: (DTYPE_NAMES[kind], tuple(shapes[-1][name])) for name, kind in kinds.items()}
+        n_bytes, header = safetensors.write(path / file, entries, (bytes_of(mean(name)) for name in entries))
+        slices: dict[tuple[str, tuple[int, ...], Slice], list[str]] = {}
+        for name, (dtype, shape) in entries.items():
+            slices.setdefault((dtype, shape, Slice((0,) * len(shape), shape)), []).append(name)
+        identity = newest.state["identity"] | {"average": [str(each.path) for each in readers]}
+        state = json.dumps(newest.state | {"identity": identity, "data": {}}, indent=1).encode()
+        write_synced(path / STATE, state)
+        stored = Stored(FileEntry(bytes=n_bytes, xxh3_64=checksum(header)), slices)
+        write_synced(path / MANIFEST, build_manifest({file: stored}, state))
+        if (config := config_file_of_run(newest.path)).is_file():
+            shutil.copyfile(config, folder / "config.toml")
+    print(f"wrote {out}: step-{newest.state['step']}, the mean of {', '.join(str(each.path) for each in readers)}")

@@ -12,7 +12,7 @@ def main(argv: list[str]) -> int:
     return export.main(argv, verify)
 
 
-def verify(checkpoint: Path, out: Path) -> bool:
-    from titanlite.tools import verify_export  # here, since --help and an export need no model
+def verify(checkpoint: Path, out: Path, ema: bool) -> bool:
+    from titanlite.tools import verify_export  # imported here, since --help and an export need no model
 
-    return verify_export.verify(checkpoint, out)
+    return verify_export.verify(checkpoint, out, ema)

@@ -17,10 +17,11 @@ anything else.
 from __future__ import annotations
 
 import signal
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config import Config, ConfigError, load
-from titanlite.config.launch import quantity, resolve
+from titanlite.config.launch import quantity, resolve, resolve_epochs
 from titanlite.launch.arguments import Parser, count, new_file
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def tokenize(argv: list[str]) -> None:
 
 def print_mixture(config: Config, sequences: MixedSequences) -> None:
     """Print how often the run reads each dataset of a mixture. Raises ConfigError if all are used up before its end."""
+    config = resolve_epochs(config, sequences)
     n = config.training.steps * config.training.global_batch_size
     sequences.check(None, n)
     for each, read in zip(sequences.components, sequences.expected_counts(n), strict=True):
@@ -110,6 +112,8 @@ def describe(config: Config, cache: TokenCache, split: Split) -> str:
     if not sequences:
         problem = f"training.seq_len = {training.seq_len}: the dataset has {line}, too few for a packed sequence"
         raise ConfigError([f"{problem}; set it lower, or train on more text"])
-    epoch = sequences / training.global_batch_size
+    steps, epoch = config.training.steps, sequences / training.global_batch_size
+    if training.epochs:
+        steps = resolve_epochs(config, SimpleNamespace(n_sequences=sequences)).training.steps
     line += f"; {how}an epoch has {sequences:,} packed sequences of {training.seq_len:,} tokens, {epoch:,.1f} steps; "
-    return line + f"training.steps = {training.steps} reads {training.steps / epoch:.3g} epochs"
+    return line + f"training.steps = {steps} reads {steps / epoch:.3g} epochs"

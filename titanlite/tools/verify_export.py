@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from titanlite.build_llama import build_llama
+from titanlite.checkpoint.average_reader import AverageReader
 from titanlite.config.hf.values import read_json_object
 from titanlite.config.loader import ConfigError
 from titanlite.data.open import build_tokenizer
@@ -37,10 +38,11 @@ class InFloat64(TorchFunctionMode):
         return function(*map(wide, arguments), **{key: wide(value) for key, value in (options or {}).items()})
 
 
-def verify(checkpoint: Path, out: Path) -> bool:
-    """Compare a folder with the checkpoint, and how their tokenizers begin a text. Print and return the result."""
+def verify(checkpoint: Path, out: Path, ema: bool = False) -> bool:
+    """Compare a folder with the checkpoint's weights, or their average with `ema`, and how their tokenizers begin a
+    text. Print and return the result."""
     own, exported = open_folder(checkpoint), open_folder(out)
-    is_same = compare(own, exported, read_json_object(out / "config.json").get("max_position_embeddings", LONGEST))
+    is_same = compare(own, exported, ema, read_json_object(out / "config.json").get("max_position_embeddings", LONGEST))
     path = own.value("model", "hf_assets_path")
     if path is None or not (out / "tokenizer.json").is_file():
         print(f"tokenizer: not compared, since {out if path is not None else own.path} has none")
@@ -52,14 +54,14 @@ def verify(checkpoint: Path, out: Path) -> bool:
     return is_same and before == after
 
 
-def compare(own: ModelFolder, exported: ModelFolder, max_seq_len: int) -> bool:
+def compare(own: ModelFolder, exported: ModelFolder, ema: bool, max_seq_len: int) -> bool:
     """Print whether transformers computes from a folder what titanlite computes from the checkpoint, and the first
     block that drifts. Return whether it does. Raises ConfigError if transformers cannot load the folder."""
     options, out = own.options, exported.path
     length = options.learned_positions or min(max_seq_len, LONGEST)
     n_sequences = max(N_SEQUENCES, options.moe.n_experts // 4)  # several tokens for each expert
     tokens = torch.randint(options.vocab_size, (n_sequences, length), generator=torch.Generator().manual_seed(0))
-    llama = load_llama(own, exported.dtype, length)
+    llama = load_llama(own, exported.dtype, length, ema)
     ours = recorded(llama.layers.values(), lambda: llama(tokens))
     ours[-1].square().mean().backward()
     with InFloat64(), torch.no_grad():
@@ -91,12 +93,16 @@ def has_influence(weight: nn.Parameter) -> bool:
     return bool(gradient.flatten(1).any(1).all() if gradient.dim() == EXPERT_DIMS else gradient.any())
 
 
-def load_llama(folder: ModelFolder, dtype: torch.dtype, length: int) -> Llama:
+def load_llama(folder: ModelFolder, dtype: torch.dtype, length: int, ema: bool) -> Llama:
     """Return the checkpoint's model in float64, its weights rounded to a dtype first, as the export rounds them."""
     rounded, llama = (build_llama(folder.options, max_seq_len=length).to(kind) for kind in (dtype, torch.float64))
     for model in (rounded, llama):
         model.materialize(torch.device("cpu"))
-    folder.load(rounded)
+    if ema:
+        reader = AverageReader(folder.path)
+        rounded.load_state_dict({name: reader.read(f"model.{name}") for name in rounded.state_dict()})
+    else:
+        folder.load(rounded)
     llama.load_state_dict(rounded.state_dict())
     return llama
 

@@ -38,6 +38,8 @@ CHECKPOINT, SAVES, RESTORED = (
 )
 RESUME = f"{TRAIN} -k 'resume or killed or wrapped or weights'"
 MOE, MUON = f"{TECHNIQUES}/moe/test_moe.py", f"{TECHNIQUES}/test_muon.py"
+EMA = f"{TECHNIQUES}/test_ema.py"
+EMA_STEP = f"{EMA} -k 'definition or not_taken or bfloat16'"
 STEP_COSTS = f"{PARALLEL_TESTS}/test_step_costs.py"
 MIXTURE, STREAMING, BEST_FIT = (f"{DATA}/test_{name}.py" for name in ("mixture", "streaming", "best_fit"))
 MLA, SDC, LOSSES = f"{TECHNIQUES}/test_mla.py", f"{TECHNIQUES}/test_sdc.py", f"{DATA}/test_dataset_losses.py"
@@ -517,6 +519,23 @@ TECHNIQUES = [
     Mutant("techniques/qk_clip.py", "heads are clipped to twice the threshold",
            "self.threshold / largest_LH, 1.0)", "2 * self.threshold / largest_LH, 1.0)",
            "tests/techniques/test_qk_clip.py"),
+    Mutant("techniques/ema.py", "a step that is not taken moves the average",
+           "(1 - decay) * taken.double())", "1 - decay + 0 * taken.double())", EMA_STEP),
+    Mutant("techniques/ema.py", "the average begins a step late",
+           "torch.where(n <= 0, 1.0,", "torch.where(n <= 1, 1.0,", EMA_STEP),
+    Mutant("techniques/ema.py", "an average of bfloat16 weights is in bfloat16",
+           "torch.promote_types(weight.dtype, torch.float32)", "weight.dtype", EMA_STEP),
+    Mutant("techniques/ema.py", "after a validation the averages remain in the place of the weights",
+           "            shard.copy_(value)", "            value.copy_(shard)", f"{EMA} -k test_validation_with"),
+    Mutant("techniques/ema.py", "a warmup of the decay has no upper bound",
+           ".clamp(max=options.decay)", "", EMA_STEP),
+    Mutant("checkpoint/average_reader.py", "weights are exported in the place of their averages",
+           "super().read(self._averages.get(name, name))", "super().read(name)", f"{EMA} -k test_export_of"),
+    Mutant("tools/checkpoint.py", "the mean of checkpoints leaves out the oldest",
+           "for reader in readers[:-1]:", "for reader in readers[1:-1]:", f"{EMA} -k test_the_mean"),
+    Mutant("config/launch.py", "an epoch has one step more, which begins the next",
+           "steps = total // training.global_batch_size", "steps = -(-total // training.global_batch_size)",
+           "tests/config/test_epochs.py -k full_steps"),
 ]  # fmt: skip
 
 MUTANTS = [*STEP, *MODEL_AND_LOSS, *PARALLEL, *DATA, *CHECKPOINTS, *TECHNIQUES]

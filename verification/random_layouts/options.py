@@ -130,7 +130,7 @@ BY_THE_LAYOUT = {
 """Options that degrees.py draws: what they may be depends on the degrees and on each other."""
 NOT_DRAWN = {
     "a comparison of steps does not read it": [
-        *("job", "checkpoint", "metrics", "validation", "profiling", "comm", "plan"),
+        *("job", "checkpoint", "metrics", "validation", "profiling", "comm", "plan", "ema"),
         *("debug.deterministic", "debug.sdc_check_freq", "debug.fingerprint_freq"),
         *("training.cache_folder", "training.change_mixture_on_resume", "training.loss_scale_growth_interval"),
     ],
@@ -144,6 +144,7 @@ NOT_DRAWN = {
         *("training.dataset_response_key", "training.long_conversations", "training.special_tokens_in_text"),
     ],
     "the layout of one replica group is compared": ["fault_tolerance"],
+    "the options that it takes the place of are drawn": ["training.epochs", "lr_scheduler.warmup_ratio"],
     "it needs CUDA": ["parallelism.enable_async_tensor_parallel"],
 }
 """By the reason: options, or sections with all of theirs."""

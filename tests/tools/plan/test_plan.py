@@ -466,6 +466,19 @@ def test_qk_clip_has_one_more_product_of_queries_and_keys(context):
     assert plan.cost.flops["bf16"] - plain.cost.flops["bf16"] == flops
 
 
+@cases("options", [[], [MUON], ["--optimizer.state_dtype=int8"]], always=[[]], ids=str)
+def test_an_average_of_the_weights_is_planned(options):
+    """Its memory is that of the weights in float32, each shard once, and a step reads and writes it."""
+    plain, plan = (make_plan(loaded("--plan.device=h100", SHARD_4, *options, *x)) for x in ([], ["--ema.decay=0.99"]))
+    states = [x.worst.points[0].bytes["optimizer"] for x in (plain, plan)]
+    one_count = 4
+    assert states[1] - states[0] == 4 * plan.n_parameters / 4 + one_count
+    sizes = [saving(x.config, x.device, 4, 8).size for x in (plain, plan)]
+    assert sizes[1] - sizes[0] == 4 * plan.n_parameters
+    assert plan.cost.seconds["memory"] > plain.cost.seconds["memory"]
+    assert plan.cost.communication == plain.cost.communication
+
+
 @pytest.mark.nightly
 def test_muon_s_plan_does_not_depend_on_folding():
     folded, full = (

@@ -101,7 +101,7 @@ class MixedSequences:
 
     def __init__(self, components: list[Component], *, seed: int, start: MixtureBlock | None = None):
         self.components, self.seed = components, seed
-        zeros = (0,) * len(components)
+        zeros, self.n_sequences = (0,) * len(components), sum(each.sequences.n_sequences for each in components)
         self.start = start or MixtureBlock(0, zeros, zeros)
         self.others: dict[str, int] = {}
         """Counts of datasets that an earlier mixture had and this one lacks."""

@@ -124,12 +124,14 @@ def _numeric_options(config: Config, dtype: str) -> dict[str, Any]:
         "training__mixed_precision_reduce": "auto",
         "training__attention_backend": "auto" if dtype != "bfloat16" else config.training.attention_backend,
         "training__steps": 100,
+        "training__epochs": 0.0,
         "training__max_norm": 0.1,  # less than the gradient norm, so that gradients are clipped
         "optimizer__muon_dtype": "auto",
         # Where a gradient is only rounding, Adam's first steps have the size of lr, in either direction. In low
         # precision they must be small beside the weights (0.02), or the runs diverge although the layout is right.
         "optimizer__lr": 1e-2 if dtype == "float64" and not (config.float8.enable or config.int8.enable) else 1e-4,
         "lr_scheduler__warmup_steps": 2,
+        "lr_scheduler__warmup_ratio": 0.0,
         "lr_scheduler__total_steps": -1,
     }
     if dtype == "float64":  # low-bit optimizer states have no meaning then

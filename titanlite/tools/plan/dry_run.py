@@ -124,11 +124,11 @@ def dry_run(
             from titanlite.techniques.low_bit_adam import create_value_tables  # here: the import takes a second
 
             create_value_tables(config.optimizer.state_dtype)
-        create_states, record = _create_states, _record_low_bit_adam
+        record = _record_low_bit_adam
         if config.optimizer.name == "Muon":
             from titanlite.tools.plan import muon_step  # imported here, since most plans do without
 
-            create_states, record = muon_step.create_states, muon_step.recorder(config, layout.mesh, names, axes)
+            record = muon_step.recorder(config, layout.mesh, names, axes)
         trace = stack.enter_context(recording())  # recording begins here: building on the meta device reads numbers
         if fused or find_device(config.plan.device).kind == "gpu":
             stack.enter_context(fused_norm(trace, _local))
@@ -137,7 +137,7 @@ def dry_run(
         stage.materialize(CPU)
         fsdp.use_in_place(stage, parallelism, config.training)
         optimizer = build.build_optimizer(config, stage, [stage])
-        create_states(optimizer)
+        _create_states(config, optimizer)
         balance = build.build_balance(config, stage, CPU)
         persistent, gradients, rotary, scale = _persistent(trace, stage, optimizer, folded)
         _mark_layers(trace, stage)
@@ -200,6 +200,7 @@ class RecordedStep:
 
     def __init__(self, optimizer: torch.optim.Optimizer, step: Callable[[], None]):
         self.param_groups, self.zero_grad, self.step = optimizer.param_groups, optimizer.zero_grad, step
+        self.optimizer = optimizer
 
 
 def _update(config: Config, trace: OpTrace, stage: Llama, optimizer: Any, balance: Balance | None) -> None:
@@ -215,12 +216,20 @@ def _update(config: Config, trace: OpTrace, stage: Llama, optimizer: Any, balanc
         loss_sum, valid = (torch.ones((), dtype=torch.float64) for _ in range(2))
         totals = train_step.groups.totals(loss_sum, valid, parameters, Signals())
         train_step.update(optimizer, totals.norm, torch.tensor(True))  # a constant, whose value fake tensors know
+        if isinstance(optimizer, RecordedStep):
+            _average(config, optimizer.optimizer)
         optimizer.zero_grad()
 
 
-def _create_states(optimizer: torch.optim.Optimizer) -> None:
+def _create_states(config: Config, optimizer: torch.optim.Optimizer) -> None:
     """Have the optimizer create its states by a step with zero gradients. LowBitAdam compiles its step, which fake
-    tensors cannot do, so its states are created one by one."""
+    tensors cannot do, so its states are created one by one; Muon's step has collectives. An average of the weights is
+    a state that follows a step."""
+    if _is(optimizer, "Muon"):
+        from titanlite.tools.plan import muon_step  # here, since most plans do without
+
+        muon_step.create_states(optimizer)
+        return _average(config, optimizer)
     low_bit = _is(optimizer, "LowBitAdam")
     for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
         if low_bit:
@@ -228,9 +237,19 @@ def _create_states(optimizer: torch.optim.Optimizer) -> None:
             optimizer.state[weight] = {name: optimizer._new_buffer(weight, sign) for name, sign in signed.items()}
         else:
             weight.grad = torch.zeros_like(weight)
-    if not low_bit:
+    if low_bit:
+        _average(config, optimizer)
+    else:
         optimizer.step()
         optimizer.zero_grad()
+
+
+def _average(config: Config, optimizer: torch.optim.Optimizer) -> None:
+    """Average the weights, if the config asks for it, after a step that was not run: any other does so itself."""
+    if config.ema.decay:
+        from titanlite.techniques import ema  # here, since most plans do without
+
+        ema.update(optimizer, config.ema)
 
 
 def _is(optimizer: torch.optim.Optimizer, name: str) -> bool:
@@ -240,7 +259,8 @@ def _is(optimizer: torch.optim.Optimizer, name: str) -> bool:
 def _record_low_bit_adam(trace: OpTrace, optimizer: torch.optim.Optimizer) -> None:
     """Record the compiled step of LowBitAdam: it reads weights, states and gradients, and writes weights and states."""
     for weight, state in optimizer.state.items():
-        updated = sum(local.nbytes for tensor in (weight, *state.values()) for local in _local(tensor))
+        own = weight, state["exp_avg"], state["exp_avg_sq"]
+        updated = sum(local.nbytes for tensor in own for local in _local(tensor))
         gradient = sum(local.nbytes for local in _local(weight.grad))
         trace.record(Work("titanlite.techniques.low_bit_adam", 0, "", updated + gradient, updated, (), ()))
 

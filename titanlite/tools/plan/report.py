@@ -200,6 +200,8 @@ def range_line(plan: Plan) -> str:
 def budget_line(plan: Plan) -> str:
     """Return a line with the time, energy and cost of all tokens of the run."""
     options, training = plan.config.plan, plan.config.training
+    if training.epochs and not options.tokens:
+        return f"training.epochs = {training.epochs:g}: a plan reads no data; plan.tokens plans time and cost"
     tokens = options.tokens or training.steps * plan.tokens_per_step
     steps = math.ceil(tokens / plan.tokens_per_step)
     hours = steps * plan.step_seconds / 3600

@@ -40,6 +40,7 @@ def saving(config: Config, device: Device, world_size: int, devices_per_node: in
 
         n_states -= sum(math.prod(shape) for shape in shapes_of_matrices(config, None))
     size = n_parameters * getattr(torch, dtype).itemsize + n_states * getattr(torch, state).itemsize
+    size += n_parameters * max(4, getattr(torch, dtype).itemsize) * (config.ema.decay > 0)
     on_host = device.kind == "cpu" or config.training.enable_cpu_offload
     link = device.host_bandwidth * (1.0 if device.measured else ANY.host_link.expected)
     nodes = math.ceil(world_size / devices_per_node)

@@ -1,0 +1,92 @@
+"""Exponential moving average (EMA) of the weights (after Polyak averaging, doi:10.1137/0330046).
+
+After update c of an optimizer, ema = d ema + (1 - d) weights, where d = ema.decay. Up to update ema.start_step the
+average is the weights themselves. The average is an optimizer state: it is sharded like its weight, each rank averages
+its own shard without communication, and checkpoints save and reshard it. It is in float32, as small steps of an average
+would be rounded away in bfloat16; weights in float64 have one in float64.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titanlite.config.schema import Ema
+from titanlite.parallel.shards import local_shard
+from titanlite.validation import Validator
+
+AVERAGE, COUNT = "ema", "ema_step"
+"""Names of the optimizer states: the average of a weight, and the number of updates that were taken."""
+
+
+def follow(optimizer: torch.optim.Optimizer, options: Ema) -> None:
+    """Have each step of an optimizer update the average of its weights. A step that is not taken changes nothing."""
+    optimizer.register_step_post_hook(lambda *_: update(optimizer, options))
+
+
+@torch.no_grad()
+def update(optimizer: torch.optim.Optimizer, options: Ema) -> None:
+    """Average the weights of a step that was just taken, unless its `found_inf` is 1. The host does not wait."""
+    count = _create_states(optimizer)
+    taken = 1 - getattr(optimizer, "found_inf", torch.zeros_like(count))
+    count.add_(taken)
+    n = count.double() - options.start_step
+    decay = ((1 + n) / (10 + n)).clamp(max=options.decay) if options.warmup else options.decay
+    share = torch.where(n <= 0, 1.0, (1 - decay) * taken.double())
+    for weight, state in optimizer.state.items():
+        average = local_shard(state[AVERAGE])
+        average.lerp_(local_shard(weight).to(average.dtype), share.to(average.dtype))
+
+
+def _create_states(optimizer: torch.optim.Optimizer) -> Tensor:
+    """Add the average, equal to the weight, to the states of each weight that lacks it. Return the count, one tensor
+    that is a state of every weight: under another layout, some rank may have only one of them."""
+    device = optimizer.param_groups[0]["params"][0].device
+    counts = (state[COUNT] for state in optimizer.state.values() if COUNT in state)
+    count = next(counts, torch.zeros((), device=device))
+    for weight, state in optimizer.state.items():
+        if AVERAGE not in state:
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            state[AVERAGE], state[COUNT] = torch.zeros_like(weight, dtype=wide), count
+            local_shard(state[AVERAGE]).copy_(local_shard(weight))
+    return count
+
+
+@contextlib.contextmanager
+def averaged(optimizer: torch.optim.Optimizer) -> Iterator[Callable[[], None]]:
+    """Yield a function that puts the averages in the place of the weights. After the body, the weights are back, bit
+    for bit. They take the memory of one more copy meanwhile, which gradients have during a step."""
+    weights: list[tuple[Tensor, Tensor]] = []
+
+    def exchange() -> None:
+        for weight, state in optimizer.state.items():
+            shard = local_shard(weight)
+            weights.append((shard, shard.clone()))
+            shard.copy_(local_shard(state[AVERAGE]))
+
+    try:
+        yield exchange
+    finally:
+        for shard, value in weights:
+            shard.copy_(value)
+
+
+class AveragedValidator(Validator):
+    """Validates, and generates samples, with the average of the weights that an optimizer trains."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *arguments: Any):
+        super().__init__(*arguments)
+        self.optimizer, self._batches = optimizer, self.batches
+
+    def after_step(self, step: int, *, is_last: bool, stopping: bool) -> dict[str, float]:
+        """Return what a Validator does; it asks for batches if a validation is due."""
+        with torch.no_grad(), averaged(self.optimizer) as exchange:
+
+            def batches() -> Any:
+                exchange()
+                return self._batches()
+
+            self.batches = batches
+            return super().after_step(step, is_last=is_last, stopping=stopping)
