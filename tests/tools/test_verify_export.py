@@ -57,6 +57,18 @@ def test_weights_are_rounded_to_the_dtype_of_the_folder_first(dtype: torch.dtype
     assert verified(tmp_path, capsys)[0]
 
 
+def test_the_average_is_compared_if_it_was_exported(tmp_path: Path, capsys):
+    options, folder = model_options(), tmp_path / "run" / "checkpoint" / "step-2"
+    weights, averages = random_weights(options), {name: each + 0.01 for name, each in random_weights(options).items()}
+    tensors = {f"model.{name}": each for name, each in weights.items()}
+    tensors |= {f"optimizer.state.{name}.ema": each for name, each in averages.items()}
+    identity = {"seed": 1, "data": "x", **options.identity()}
+    write_checkpoint(folder, tensors, step=2, identity=identity, config={})
+    write(tmp_path / "out", options, averages, torch.float32)
+    assert verify(folder, tmp_path / "out", ema=True)
+    assert verified(tmp_path, capsys)[0] is False
+
+
 def swapped(name: str) -> Callable[[Path], None]:
     """Return a function that swaps two rows of a tensor of a folder. Names, shapes and dtypes stay."""
 

@@ -18,6 +18,7 @@ from titanlite.config.hf.values import read_json_object
 from titanlite.config.loader import ConfigError
 from titanlite.data.open import build_tokenizer
 from titanlite.hf.load import EXPERT_DIMS
+from titanlite.hf.names import named_weights
 from titanlite.model import Llama
 from titanlite.tools.generate.folder import ModelFolder, open_folder
 
@@ -100,7 +101,8 @@ def load_llama(folder: ModelFolder, dtype: torch.dtype, length: int, ema: bool) 
         model.materialize(torch.device("cpu"))
     if ema:
         reader = AverageReader(folder.path)
-        rounded.load_state_dict({name: reader.read(f"model.{name}") for name in rounded.state_dict()})
+        for name, tensor in named_weights(rounded).items():
+            tensor.data.copy_(reader.read(f"model.{name}"))
     else:
         folder.load(rounded)
     llama.load_state_dict(rounded.state_dict())
