@@ -198,7 +198,9 @@ def test_the_model_card_says_what_the_model_is_from(tmp_path: Path):
         {"step": 2, "loss_metrics/global_avg_loss": 4.5, "validation_metrics/global_avg_loss": 4.25},
         {"step": 3, "loss_metrics/global_avg_loss": 3.5},
     ]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "lo')
+    (run / "metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows) + 'null\n{"step": "x"}\n{"step": 2, "lo'
+    )
     (run / "config.toml").write_text('[training]\ndataset = "json"\ndataset_path = "a.jsonl"\n')
     config = {"training": {"dataset": "json", "dataset_path": "a.jsonl"}}
     path = run / "checkpoint" / "step-2"
@@ -218,6 +220,8 @@ def test_the_model_card_says_what_the_model_is_from(tmp_path: Path):
     card = model_card(path, "mine", config, source).decode()
     assert '\nlicense: "other"\n' in card
     assert "- license of the base model: not stated there; look it up before you publish\n" in card
+    for odd in ({"training": 3}, {"training": {"datasets": 3}}, {"training": {"datasets": [3]}}):
+        assert "on data that is not known." in model_card(path, "mine", odd, None).decode()
     card = model_card(path, "mine", {}, None).decode()
     assert "\nlicense:" not in card
     assert "- base model: none, initial weights were random\n" in card

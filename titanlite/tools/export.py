@@ -4,7 +4,7 @@ from pathlib import Path
 
 from titanlite.checkpoint import export
 
-__doc__ = export.__doc__  # what the page of commands shows
+__doc__ = export.__doc__  # the page of commands shows it
 
 
 def main(argv: list[str]) -> int:
