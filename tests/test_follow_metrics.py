@@ -107,13 +107,14 @@ def test_what_is_not_finite_is_left_out(tmp_path: Path, fake: Fake):
     assert list(fake.runs.values()) == [[(1, {"lr": 0.5})]]
 
 
-def test_mlflow_takes_the_names_and_no_two_become_one():
-    source = "".join((SCRIPT.parents[1] / "titanlite" / name).read_text() for name in ("train.py", "metrics/logger.py"))
-    tags = {*TAGS, *re.findall(r'"([a-z_]+(?:/[a-z_]+)?(?:\([\w%]+\))?)":? ', source)}
-    names = [re.sub(r"[^\w.:/ -]+", "_", tag).strip("_") for tag in tags]
-    assert len(tags) > 8
-    assert len(set(names)) == len(names)
-    assert all(OF_MLFLOW.fullmatch(name) for name in names)
+def test_mlflow_takes_the_names_and_no_two_become_one(tmp_path: Path, fake: Fake):
+    page = (SCRIPT.parents[1] / "docs" / "checkpoint.md").read_text().partition("## metrics.jsonl")[2]
+    tags = {*TAGS, *re.findall(r"^\| `([^`]+)`", page, re.MULTILINE)}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, **dict.fromkeys(tags, 0.5)}) + "\n")
+    follow(tmp_path / "metrics.jsonl")
+    (((_, values),),) = fake.runs.values()
+    assert len(values) == len(tags) > 12
+    assert all(OF_MLFLOW.fullmatch(name) for name in values)
 
 
 def test_the_script_is_short_and_needs_only_the_tracker():

@@ -13,10 +13,14 @@ from torch import Tensor
 
 from tests.helpers.cases import cases
 from tests.helpers.checkpoint import write_checkpoint
-from tests.helpers.hf import FAMILIES, empty_model, model_options
+from tests.helpers.hf import FAMILIES, SEQ_LEN, empty_model, model_options
 from tests.hf.test_hf_export import VOCABULARY, command, random_weights, write
+from tests.test_families_by_options import FAMILIES as BY_OPTIONS
+from tests.test_model import SMALL, section
 from titanlite.checkpoint.exported_files import model_card
+from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.config.schema import Model
+from titanlite.hf.export import export
 from titanlite.hf.load import SINGLE
 from titanlite.tools.verify_export import verify
 
@@ -27,8 +31,9 @@ def save(folder: Path, options: Model, dtype: torch.dtype = torch.float32, **cha
     loads = {name: each for name, each in empty_model(options).named_buffers() if name.endswith(".router.load")}
     identity = {"seed": 1, "data": "x", **options.identity()}
     tensors = {f"model.{name}": weight for name, weight in {**weights, **loads}.items()}
-    write_checkpoint(folder / "run" / "checkpoint" / "step-2", tensors, step=2, identity=identity, config={})
-    write(folder / "out", options, weights, dtype)
+    step = folder / "run" / "checkpoint" / "step-2"
+    write_checkpoint(step, tensors, step=2, identity=identity, config={})
+    export(CheckpointReader(step), options, folder / "out", dtype=dtype, max_seq_len=SEQ_LEN)
 
 
 def verified(folder: Path, capsys: Any) -> tuple[bool, str, str]:
@@ -42,9 +47,9 @@ def verified(folder: Path, capsys: Any) -> tuple[bool, str, str]:
     return is_same, found[2], found[3]
 
 
-@cases("family", list(FAMILIES), always=["llama", "mixtral"])
+@cases("family", [*FAMILIES, *BY_OPTIONS], always=["llama", "mixtral", "gpt2"])
 def test_transformers_computes_the_logits_of_the_checkpoint(family: str, tmp_path: Path, capsys):
-    options = model_options(family)
+    options = model_options(family) if family in FAMILIES else section({**SMALL, **BY_OPTIONS[family]})
     save(tmp_path, options)
     is_same, difference, drifting = verified(tmp_path, capsys)
     assert (is_same, drifting) == (True, "none")
@@ -210,7 +215,9 @@ def test_the_model_card_says_what_the_model_is_from(tmp_path: Path):
         {"step": 2, "loss_metrics/global_avg_loss": 4.5, "validation_metrics/global_avg_loss": 4.25},
         {"step": 3, "loss_metrics/global_avg_loss": 3.5},
     ]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "lo')
+    (run / "metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows) + 'null\n{"step": "x"}\n{"step": 2, "lo'
+    )
     (run / "config.toml").write_text('[training]\ndataset = "json"\ndataset_path = "a.jsonl"\n')
     config = {"training": {"dataset": "json", "dataset_path": "a.jsonl"}}
     path = run / "checkpoint" / "step-2"
@@ -230,6 +237,8 @@ def test_the_model_card_says_what_the_model_is_from(tmp_path: Path):
     card = model_card(path, "mine", config, source).decode()
     assert '\nlicense: "other"\n' in card
     assert "- license of the base model: not stated there; look it up before you publish\n" in card
+    for odd in ({"training": 3}, {"training": {"datasets": 3}}, {"training": {"datasets": [3]}}):
+        assert "on data that is not known." in model_card(path, "mine", odd, None).decode()
     card = model_card(path, "mine", {}, None).decode()
     assert "\nlicense:" not in card
     assert "- base model: none, initial weights were random\n" in card

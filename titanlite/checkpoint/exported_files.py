@@ -1,5 +1,6 @@
 """Files of an exported folder beside the model's: those of the tokenizer, and the model card."""
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -55,7 +56,8 @@ def class_of(tokenizer: Tokenizer) -> str:
 
 def model_card(path: Path, name: str, config: dict[str, Any], source: Path | None) -> bytes:
     """Return README.md of a step-N folder's model: what it is from, with its license, data, steps, losses, config."""
-    run, step, training = path.resolve().parents[1], int(path.name.removeprefix("step-")), config.get("training", {})
+    run, step = path.resolve().parents[1], int(path.name.removeprefix("step-"))
+    training = config["training"] if isinstance(config.get("training"), dict) else {}
     head: dict[str, Any] = {"library_name": "transformers", "tags": ["titanlite"]}
     base, license_name, losses = "none, initial weights were random", "", dict[str, str]()
     if source:
@@ -67,12 +69,14 @@ def model_card(path: Path, name: str, config: dict[str, Any], source: Path | Non
         found = re.match(r"---\n(?:.*\n)*?license: *[\"']?([\w.-]+)", text.partition("\n---")[0])
         license_name = head["license"] = found[1] if found else "other"
     metrics = run / "metrics.jsonl"
-    for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True) if metrics.is_file() else ():
-        row = json.loads(line) if line.endswith("}\n") else {"step": step + 1}  # the run was killed in the last line
-        for what in ("loss", "validation"):
-            if (value := row.get(f"{what}_metrics/global_avg_loss")) is not None and row["step"] <= step:
-                losses[what] = f"- {what}: {value:.4f} nats per token, at step {row['step']:,}\n"
-    names = [str(each.get("name")) for each in training.get("datasets") or ()]
+    for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines() if metrics.is_file() else ():
+        with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError):  # a damaged line says nothing
+            row = json.loads(line)
+            for what in ("loss", "validation"):
+                if row["step"] <= step and (value := row.get(f"{what}_metrics/global_avg_loss")) is not None:
+                    losses[what] = f"- {what}: {value:.4f} nats per token, at step {row['step']:,}\n"
+    datasets = training.get("datasets") if isinstance(training.get("datasets"), list) else []
+    names = [str(each.get("name")) for each in datasets if isinstance(each, dict)]
     return CARD.format(
         head="\n".join(f"{key}: {json.dumps(value)}" for key, value in head.items()),
         **{"name": name, "version": __version__, "steps": step, "base": base, "losses": "".join(losses.values())},
