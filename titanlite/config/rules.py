@@ -15,7 +15,7 @@ from titanlite.config.rules_data import data_rules, dataset_rules
 from titanlite.config.rules_families import family_rules
 from titanlite.config.rules_model import expert_rules, model_rules, size_rules
 from titanlite.config.rules_parallelism import context_rules, pipeline_rules, shard_rules, split_backward_rules
-from titanlite.config.schema import Checkpoint, Config, FaultTolerance, Float8, Mla, Moe, Optimizer, Precision
+from titanlite.config.schema import Checkpoint, Config, FaultTolerance, Float8, Lora, Mla, Moe, Optimizer, Precision
 
 STATES, ROUNDING = "optimizer.state_dtype", "optimizer.stochastic_rounding"
 OFFLOAD, OFFLOAD_ALL = "optimizer.enable_cpu_offload", "training.enable_cpu_offload"
@@ -64,6 +64,7 @@ DEPENDENT_OPTIONS = [
     Dependent(_keys("float8", Float8.model_fields, "enable"), "float8.enable", on=(True,), off=(False,)),
     Dependent(OF_GROUPS, keys.GROUPS_ON, on=(True,), off=(False,)),
     Dependent([*OF_MUON, QK_CLIP], keys.OPTIMIZER, on=("Muon",)),
+    Dependent(_keys("lora", Lora.model_fields, "rank"), "lora.rank", off=(0,)),
     Dependent(["int8.filter_fqns"], "int8.enable", on=(True,), off=(False,)),
     Dependent(["model.moe.balance_bias_rate"], "model.moe.balance_bias", on=(True,), off=(False,)),
     Dependent(["model.moe.swiglu_alpha"], "model.moe.swiglu_limit", off=(0,)),
@@ -92,6 +93,10 @@ EXCLUSIVE: list[tuple[str, Any, str, str]] = [
     (QK_CLIP, 0, GROUPS, f"the largest logits are those of one group; set 0, {ALONE}"),
     ("debug.fingerprint_freq", 0, GROUPS, f"fingerprints are those of one group; set 0, {ALONE}"),
     (PRECOMPUTED, False, GROUPS, f"the scales of weights that another group sends are not known; set false, {ALONE}"),
+    (GROUPS, False, "lora.rank", "a group that returns gets all weights from another; set false, or lora.rank = 0"),
+    ("debug.fingerprint_freq", 0, "lora.rank", "fingerprints are those of full weights; set 0, or lora.rank = 0"),
+    ("model.new_tokens", "none", "lora.rank", 'the embedding is frozen; set "none", or lora.rank = 0'),
+    (GATHER, False, "lora.rank", "frozen weights are gathered in their own data type; set false, or lora.rank = 0"),
 ]
 """An option, its only value while another option is on, that other option, and the message."""
 
@@ -169,6 +174,10 @@ def _optimizer_rules(config: Config, changed: set[str], reject: Rejections) -> N
         reject(OFFLOAD, message, keys.OPTIMIZER, STATES, ROUNDING)
     if offload and keys.IMPLEMENTATION in changed:
         reject(keys.IMPLEMENTATION, f"the step with {OFFLOAD} is fused; remove it", OFFLOAD)
+    if optimizer.name == "Muon" and config.lora.rank:
+        reject(keys.OPTIMIZER, 'an adapter is no matrix to orthogonalize; set "AdamW" or "Adam"', "lora.rank")
+    if config.lora.rank and config.model.moe.balance_bias and config.model.moe.balance_bias_rate:
+        reject("model.moe.balance_bias_rate", "LoRA freezes the routers; set 0", "lora.rank", "model.moe.balance_bias")
     if optimizer.name == "Muon":
         _muon_rules(config, reject)
 

@@ -33,6 +33,8 @@ class ShardableMixture(MixtureOfExperts):
 
     def shard_weights(self, tensor: DeviceMesh | None, expert: DeviceMesh | None) -> None:
         """See parallel/own_rules.py: without EP, experts are sharded over `tensor`."""
+        if not (tensor or expert):
+            return
         experts = self.experts
         outputs, inputs = (Shard(0), Shard(0)) if expert else (Shard(1), Shard(2))
         of_bias = {"w1_bias": outputs, "w2_bias": Shard(0) if expert else Replicate(), "w3_bias": outputs}
