@@ -128,7 +128,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         """Return the sum of the losses of all chunks, and the losses. Save the gradients of the sum for backward."""
         is_trained = ctx.needs_input_grad[1]
         weight_VD = weight_VD.detach().requires_grad_(is_trained)
-        losses, grads_x, of_weight = [], [], list[Tensor]()  # of_weight: the gradient of the weight, if it is trained
+        losses, grads_x, sums = [], [], list[Tensor]()  # sums: the gradient of the weight, if it is trained
         wide = torch.promote_types(weight_VD.dtype, torch.float32)
         for x, targets in zip(x_ND.tensor_split(n_chunks), targets_N.tensor_split(n_chunks), strict=True):
             with torch.enable_grad():
@@ -139,10 +139,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             losses.append(losses_of_chunk.detach())
             grads_x.append(grad_x)
             # Summed in float32 or better: otherwise each chunk would add a rounding that one matrix product lacks.
-            of_weight = (
-                [a.add_(b) for a, b in zip(of_weight, own, strict=True)] if of_weight else [g.to(wide) for g in own]
-            )
-        ctx.save_for_backward(torch.cat(grads_x), *of_weight)
+            sums = [a.add_(b) for a, b in zip(sums, own, strict=True)] if sums else [each.to(wide) for each in own]
+        ctx.save_for_backward(torch.cat(grads_x), *sums)
         ctx.weight_dtype = weight_VD.dtype
         losses_N = torch.cat(losses)
         ctx.mark_non_differentiable(losses_N)

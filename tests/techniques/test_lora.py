@@ -2,7 +2,6 @@
 
 from typing import Any
 
-
 from tests.helpers.cases import Case, cases
 from tests.parallel.test_layouts import (
     BIASES_AND_NORMS,

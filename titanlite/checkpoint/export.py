@@ -1,6 +1,7 @@
 """Write a checkpoint as a Hugging Face folder that transformers, vLLM and others load.
 
     titanlite export CHECKPOINT OUT [--dtype bfloat16] [--tokenizer FOLDER] [--source FOLDER] [--max-seq-len N]
+    titanlite export CHECKPOINT OUT --merge [...]         adapters (LoRA), merged into their base
 
 CHECKPOINT is a step-N folder, or the folder of a run's checkpoints, of which the newest is exported. OUT must not
 exist. It gets the weights as safetensors of at most 5 GB, config.json, generation_config.json and the tokenizer's
@@ -10,6 +11,9 @@ The run's config.toml, beside the folder of its checkpoints, names the tokenizer
 started from, if any; --tokenizer and --source name others. The config.json and generation_config.json of that folder
 are kept, except for what the run changed, the dtype, and --max-seq-len. Without such a folder, config.json states the
 training's sequence length.
+
+A checkpoint of adapters (LoRA) is exported in the format of peft, without a tokenizer, or merged with --merge, which
+needs the host memory of the full model.
 
 Exit status: 0 written; 1 OUT cannot be written; 2 the checkpoint or an argument is wrong.
 """
@@ -33,7 +37,7 @@ EXPORT_DTYPES = ("bfloat16", "float32", "float16")
 def main(argv: list[str]) -> int:
     """Run `titanlite export`. Returns the exit status."""
     usage = "titanlite export CHECKPOINT OUT [--dtype bfloat16|float32|float16] [--tokenizer FOLDER] [--source FOLDER]"
-    usage += " [--max-seq-len N]"
+    usage += " [--max-seq-len N] [--merge]"
     parser = Parser(usage, __doc__)
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a step-N folder, or the folder of several")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
@@ -42,6 +46,7 @@ def main(argv: list[str]) -> int:
     text = "folder of the model that the run started from; none: a new config.json"
     parser.add_argument("--source", metavar="FOLDER", help=text)
     parser.add_argument("--max-seq-len", type=count(), metavar="N", help="positions that config.json states")
+    parser.add_argument("--merge", action="store_true", help="merge adapters (LoRA) into their base")
     arguments = parser.parse_args(argv)
     try:
         run(**vars(arguments))
@@ -60,19 +65,31 @@ def run(
     tokenizer: Path | None = None,
     source: str | None = None,
     max_seq_len: int | None = None,
+    merge: bool = False,
 ) -> None:
     """Export a checkpoint and print what was written. Raises ConfigError if it cannot be exported."""
     import torch  # here, so that --help does not wait for it
 
+    from titanlite.checkpoint.adapters import base_of, lora_of
     from titanlite.checkpoint.initial_weights import step_folders
+    from titanlite.checkpoint.merged import MergedReader
     from titanlite.checkpoint.reader import CheckpointReader
     from titanlite.data.open import build_tokenizer
     from titanlite.data.tokenizer import Rows
     from titanlite.hf.export import export
+    from titanlite.hf.peft import export_adapters
 
     path = step_folders(checkpoint)[-1]
     reader = CheckpointReader(path)
-    options = model_options(path, reader.state)
+    options, lora = model_options(path, reader.state), lora_of(reader)
+    adapters = [name for name in reader.shapes if name.endswith(".lora_a")]
+    kind = getattr(torch, dtype) if dtype else reader.dtypes[[*adapters, "model.tok_embeddings.weight"][0]]
+    if merge and not lora:
+        raise ConfigError([f"--merge: {path} has full weights, and no adapters (LoRA); leave it out"])
+    if lora and not merge:
+        n_adapters = export_adapters(reader, options, lora, out, base=base_of(reader), dtype=kind)
+        print(f"wrote {out}: {path.name}, {str(kind).removeprefix('torch.')}, adapters in peft's format: {n_adapters}")
+        return
     config_file = config_file_of_run(path)
     config = read_config(config_file)
     released = folder_of_source(source, config)
@@ -90,10 +107,10 @@ def run(
         bos, eos = built.bos, built.eos
     else:
         bos, eos, origin = None, None, f"none, since there is no model.hf_assets_path in {config_file}"
-    kind = getattr(torch, dtype) if dtype else reader.dtypes["model.tok_embeddings.weight"]
     files = Path(assets).expanduser() if assets else None
     origins = {"source": released, "tokenizer": files, "bos": bos, "eos": eos}
-    n_files = export(reader, options, out, dtype=kind, max_seq_len=max_seq_len, **origins)
+    weights = MergedReader(path, options, kind) if lora else reader
+    n_files = export(weights, options, out, dtype=kind, max_seq_len=max_seq_len, **origins)
     print(f"wrote {out}: {path.name}, {str(kind).removeprefix('torch.')}, safetensors files: {n_files}")
     print(f"tokenizer: {origin}")
     if released:
@@ -105,9 +122,12 @@ def run(
 def export_last_step(folder: Path, step: int, dtype: str) -> None:
     """Export the checkpoint of a run's last step, if there is one and it has not been exported, as step-N-hf in the
     folder of checkpoints. Raises ConfigError if it cannot be exported."""
+    from titanlite.checkpoint.reader import CheckpointReader
+
     checkpoint, out = folder / f"step-{step}", folder / f"step-{step}-hf"
     if checkpoint.exists() and not out.exists():
-        run(checkpoint, out, None if dtype == "auto" else dtype)
+        merge = "lora.rank" in CheckpointReader(checkpoint).state["identity"]
+        run(checkpoint, out, None if dtype == "auto" else dtype, merge=merge)
 
 
 def folder_of_source(choice: str | None, config: dict[str, Any]) -> Path | None:
