@@ -33,7 +33,7 @@ def hash_of_base(place: str) -> str:
         try:
             with file.open("rb") as data:
                 size = file.stat().st_size
-                digest.update(f"{file.name} {size} ")
+                digest.update(f"{file.name} {size} ".encode())
                 for sample in range(SAMPLES):
                     data.seek(sample * size // SAMPLES)
                     digest.update(data.read(SAMPLE))

@@ -688,10 +688,6 @@ class Lora(Section):
     base_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Data type of the frozen weights in memory; auto: training.dtype, which is that of the adapters."""
 
-    def identity(self) -> dict[str, Any]:
-        """Return what a resumed run must share with the one that saved; nothing without LoRA."""
-        return {f"lora.{key}": value for key, value in self.model_dump().items()} if self.rank else {}
-
 
 class Float8(Section):
     enable: bool = False
@@ -902,7 +898,8 @@ class Config(Section):
 
     def identity(self) -> dict[str, Any]:
         """Return the options that a resumed run must share with the one that saved, except the seed."""
-        return {**self.model.identity(), **({"own.block": True} if self.own.block else {}), **self.lora.identity()}
+        lora = {f"lora.{key}": value for key, value in self.lora.model_dump().items()} if self.lora.rank else {}
+        return {**self.model.identity(), **lora, **({"own.block": True} if self.own.block else {})}
 
     @property
     def initial_weights(self) -> str:
