@@ -13,6 +13,7 @@ from tests.helpers.hf import build_hf
 from tests.hf.test_hf_round_trip import CONFIG, VOCABULARY
 from tests.test_families import in_float64
 from tests.test_train import run_train
+from titanlite import build, config
 from titanlite.build_llama import build_llama
 from titanlite.checkpoint import export
 from titanlite.checkpoint.adapters import hash_of_base, lora_of
@@ -20,10 +21,12 @@ from titanlite.checkpoint.export import model_options
 from titanlite.checkpoint.loading import load_weights
 from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.config.loader import ConfigError
-from titanlite.hf.load import load_hf_weights
 from titanlite.hf.names import hf_name, to_hf
 from titanlite.model import Llama
+from titanlite.parallel import mesh
 from titanlite.techniques.lora import Adapters
+from titanlite.tools.generate import command as generate
+from titanlite.tools.parity.reference import trace_of
 
 LORA = """
 [lora]
@@ -55,13 +58,13 @@ def train(ranks: Any, folder: Path, n_ranks: int, *options: str, name: str = "ru
 
 
 def adapted(path: Path, base: Path) -> Llama:
-    """Return the model of a Hugging Face folder with the adapters of a checkpoint, not merged, in float64."""
+    """Return the model of a base with the adapters of a checkpoint, not merged, in float64."""
     reader = CheckpointReader(path)
     options = model_options(path, reader.state)
     model = build_llama(options, max_seq_len=16).double()
     Adapters(model, lora_of(reader), lambda: model).shard_weights(None, None)
     model.materialize(torch.device("cpu"))
-    load_hf_weights(base, model, options)
+    load_weights(base, model, options)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -141,3 +144,67 @@ def test_adapters_of_another_base_are_rejected(folder: Path, ranks: Any):
     argv = [str(folder / "run.toml"), *IN_FLOAT64, "--training.steps=2"]
     (message,) = ranks(1).run(run_train, argv=argv)
     assert "saved with lora.base = " in message
+
+
+# Merged under other layouts, and other bases -------------------------------------------------------------------------
+
+
+def load_merged(argv: list[str], path: Path) -> dict[str, Tensor]:
+    """Load a checkpoint of adapters into the shards of a model without adapters. Return the full weights."""
+    job = config.check(config.load(argv), config.Launch.from_environment(n_devices=0))
+    model = build.build_stage(job, mesh.build_layout(job.parallelism, torch.device("cpu")), None, torch.device("cpu"))
+    model.materialize(torch.device("cpu"))
+    load_weights(path, model, job.model)
+    return trace_of("weight", dict(model.named_parameters()))
+
+
+def test_adapters_are_merged_into_shards(folder: Path, ranks: Any):
+    """Tensor parallel and FSDP shard a weight; each rank merges its shard of the adapter."""
+    path = train(ranks, folder, 1, "--training.steps=2")
+    argv = [str(folder / "run.toml"), *IN_FLOAT64, "--lora.rank=0", "--parallelism.tensor_parallel_degree=2"]
+    sharded = ranks(4).run(load_merged, argv=argv, path=path)[0]
+    once = trace_of("weight", dict(merged(path).named_parameters()))
+    assert sharded.keys() == once.keys()
+    assert max(distance(sharded[name], once[name]) for name in once) < LOGITS
+
+
+def test_the_base_may_be_a_checkpoint_and_adapters_the_start_of_another_run(folder: Path, ranks: Any):
+    base = train(ranks, folder, 1, "--training.steps=1", "--lora.rank=0", name="base")
+    path = train(ranks, folder, 1, "--training.steps=2", f"--checkpoint.initial_load_path={base}")
+    tokens = torch.arange(32).view(2, 16)
+    assert distance(adapted(path, base)(tokens), merged(path)(tokens)) < LOGITS
+    start = f"--checkpoint.initial_load_path={path}"
+    again = train(ranks, folder, 1, "--training.steps=1", "--lora.rank=0", "--optimizer.lr=1e-20", start, name="again")
+    assert distance(merged(again)(tokens), merged(path)(tokens)) < LOGITS
+
+
+def test_what_has_no_adapter_to_export_is_rejected(folder: Path, ranks: Any):
+    base = train(ranks, folder, 1, "--training.steps=1", "--lora.rank=0", name="base")
+    with pytest.raises(ConfigError, match=r"--merge: .*step-1 has full weights, and no adapters"):
+        export.run(base, folder / "out", None, merge=True)
+    seeded = train(ranks, folder, 1, "--training.steps=1", "--checkpoint.initial_load_path=none")
+    with pytest.raises(ConfigError, match=r"its adapters belong to weights that were drawn from debug.seed"):
+        export.run(seeded, folder / "out", None)
+
+
+@pytest.mark.nightly
+def test_a_fine_tuning_run_under_three_parallelisms(folder: Path, ranks: Any, capsys: Any):
+    """Trained under tp 2 x pp 2 x shard 2 in float32, merged, exported, verified and generated from."""
+    layout = ["--parallelism.tensor_parallel_degree=2", "--parallelism.pipeline_parallel_degree=2"]
+    layout += ["--parallelism.data_parallel_shard_degree=2", "--training.local_batch_size=2", "--lora.rank=8"]
+    layout += ["--parallelism.pipeline_parallel_microbatch_size=1", "--training.dtype=float32", "--optimizer.lr=1e-2"]
+    path = train(ranks, folder, 8, *layout, "--training.steps=30", "--checkpoint.last_save_in_hf")
+    records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["loss_metrics/global_avg_loss"] for record in records if "loss_metrics/global_avg_loss" in record]
+    assert losses[-1] < losses[0] - 1
+    export.run(path, folder / "merged", None, merge=True)
+    written, tensors = load_file(folder / "merged" / "model.safetensors"), merged(path)
+    options = model_options(path, CheckpointReader(path).state)
+    for name, weight in tensors.named_parameters():
+        difference = distance(written[hf_name(name, options)], to_hf([name], [weight.detach()], options))
+        assert difference < 1e-6, name
+    texts = []
+    for place in (path, folder / "merged"):
+        assert generate.main([str(place), "def ", "--max-new-tokens=8"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]

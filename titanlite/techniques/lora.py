@@ -40,18 +40,16 @@ class Adapters(nn.Module):
         super().__init__()
         self.lora, self.names = lora, list(_targets(stage, lora.targets))
         self.stage = (stage,)  # a tuple, since an attribute would make the stage a module of its own module
-        if not self.names or len(stage.layers) < 2:
+        if _without(self.names, lora.targets):  # other stages may have them
             full = model()
-            found = {target for name in _targets(full, lora.targets) for target in lora.targets if _is(name, target)}
             layers = {name.rpartition(".")[2] for name, module in _modules(full) if isinstance(module, nn.Linear)}
             expected = f"expected names of linear layers: {', '.join(sorted(layers))}"
-            missing = [target for target in lora.targets if target not in found]
-            problems = [f"lora.targets: {show(target)}: no layer has it; {expected}" for target in missing]
-            if not problems and not self.names:
-                stages = "a pipeline stage has none of these layers; set targets that each stage has, or fewer stages"
-                problems = [f"lora.targets = {show(lora.targets)}: {stages}"]
-            if problems:
-                raise ConfigError(problems)
+            missing = _without(list(_targets(full, lora.targets)), lora.targets)
+            if missing:
+                raise ConfigError([f"lora.targets: {show(each)}: no layer has it; {expected}" for each in missing])
+        if not self.names:
+            stages = "a pipeline stage has none of these layers; set targets that each stage has, or fewer stages"
+            raise ConfigError([f"lora.targets = {show(lora.targets)}: {stages}"])
 
     def shard_weights(self, tensor: DeviceMesh | None, expert: DeviceMesh | None) -> None:
         """Add the adapters, sharded as their bases are, and freeze the bases in lora.base_dtype."""
@@ -76,24 +74,25 @@ def _is(name: str, target: str) -> bool:
     return f".{name}".endswith(f".{target}")
 
 
+def _without(names: list[str], targets: list[str]) -> list[str]:
+    """Return the targets that none of these names has."""
+    return [target for target in targets if not any(_is(name, target) for name in names)]
+
+
 def _targets(model: Llama, targets: list[str]) -> Iterator[str]:
     """Yield the names of the modules that a target names. Raises ConfigError for one whose forward is not affine, or
     that is computed with the experts."""
     of_experts = [f"{name}." for name, module in _modules(model) if isinstance(module, RunsUncompiled)]
     for name, module in _modules(model):
-        for target in targets:
-            if not _is(name, target):
-                continue
-            problem = f"lora.targets: {show(target)}: {name} is a {type(module).__name__}"
-            if type(module).forward is not nn.Linear.forward:
-                raise ConfigError(
-                    [f"{problem}, whose forward is not affine; name linear layers, as wq or feed_forward.w1"]
-                )
-            if name.startswith(tuple(of_experts)):
-                raise ConfigError(
-                    [f"{problem} of a mixture of experts, which has no adapters; name those of attention"]
-                )
-            yield name
+        named = [target for target in targets if _is(name, target)]
+        if not named:
+            continue
+        problem = f"lora.targets: {show(named[0])}: {name} is a {type(module).__name__}"
+        if type(module).forward is not nn.Linear.forward:
+            raise ConfigError([f"{problem}, whose forward is not affine; name linear layers, as wq or feed_forward.w1"])
+        if name.startswith(tuple(of_experts)):
+            raise ConfigError([f"{problem} of a mixture of experts, which has no adapters; name attention's"])
+        yield name
 
 
 def add_adapter(layer: nn.Linear, lora: Lora) -> None:
