@@ -182,7 +182,7 @@ class Reduced(TorchDispatchMode):
         self.numbers = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "reduce_scatter" in str(function):
+        if "_reduce_scatter_base_" in str(function):
             self.numbers += args[1].numel()
         return function(*args, **(kwargs or {}))
 

@@ -70,9 +70,8 @@ def run(
     """Export a checkpoint and print what was written. Raises ConfigError if it cannot be exported."""
     import torch  # here, so that --help does not wait for it
 
-    from titanlite.checkpoint.adapters import base_of, lora_of
+    from titanlite.checkpoint.adapters import MergedReader, base_of, lora_of
     from titanlite.checkpoint.initial_weights import step_folders
-    from titanlite.checkpoint.merged import MergedReader
     from titanlite.checkpoint.reader import CheckpointReader
     from titanlite.data.open import build_tokenizer
     from titanlite.data.tokenizer import Rows
@@ -109,7 +108,7 @@ def run(
         bos, eos, origin = None, None, f"none, since there is no model.hf_assets_path in {config_file}"
     files = Path(assets).expanduser() if assets else None
     origins = {"source": released, "tokenizer": files, "bos": bos, "eos": eos}
-    weights = MergedReader(path, options, kind) if lora else reader
+    weights = MergedReader(reader, options, kind) if lora else reader
     n_files = export(weights, options, out, dtype=kind, max_seq_len=max_seq_len, **origins)
     print(f"wrote {out}: {path.name}, {str(kind).removeprefix('torch.')}, safetensors files: {n_files}")
     print(f"tokenizer: {origin}")

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlite.checkpoint.adapters import base_of, lora_of, merge
 from titanlite.checkpoint.changed_options import OF_DATA, listed
 from titanlite.checkpoint.initial_weights import is_hugging_face
 from titanlite.checkpoint.ranks import collected_problems, with_all_ranks
@@ -97,13 +96,10 @@ def load_weights(path: Path, model: nn.Module, options: Model) -> None:
             load_hf_weights(path, model, options)
         else:
             reader = CheckpointReader(path)
-    if not problems and not is_hf and lora_of(reader):
-        with collected_problems() as problems:
-            base = base_of(reader)
-        if not problems:
-            load_weights(Path(base), model, options)
-            with collected_problems() as problems:
-                merge(reader, model)
+    if not problems and not is_hf and "lora.rank" in reader.state["identity"]:
+        from titanlite.checkpoint.adapters import load_merged  # here, since few checkpoints have adapters
+
+        load_merged(reader, model, options)
     elif not problems and not is_hf:
         problems = load_tensors(reader, model_tensors(model, of_base=True), {}, ("model.",))
     if problems:
