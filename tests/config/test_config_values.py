@@ -46,6 +46,7 @@ WRONG_VALUES = {
         "debug.deterministic = 1", "training.document_mask = 1", 'parallelism.disable_loss_parallel = "true"',
         "parallelism.enable_async_tensor_parallel = 1", "compile.enable = 1", 'compile.enable = "true"',
         "optimizer.stochastic_rounding = 1", "optimizer.enable_cpu_offload = 1", "int8.enable = 1",
+        "lora.rank = -1", "lora.alpha = 0", "lora.targets = []", 'lora.base_dtype = "int4"',
         "float8.enable = 1", 'float8.emulate = "on"',
         "float8.enable_fsdp_float8_all_gather = 1", "float8.precompute_float8_dynamic_scale_for_fsdp = 1",
     ],
@@ -425,7 +426,7 @@ WRONG_INPUT = [
       'CLI: training.mixed_precision_param = "bf16": expected one of "auto", "bfloat16", "float32", "float64", '
       '"float16"; did you mean bfloat16?',
       'CLI: optimizer.name = "adamw": expected one of "AdamW", "Adam", "Muon"; did you mean AdamW?']),
-    ("", ("--lora.r=8",), ["CLI: --lora.r=8: an unknown section; --help lists every option"]),
+    ("", ("--qlora.r=8",), ["CLI: --qlora.r=8: an unknown section; --help lists every option"]),
     # a number from which another one beyond its bound follows
     ("", ("--model.dim=1099511627776",),
      ["CLI: model.dim = 1099511627776: expected an integer >= 1 and <= 2147483647"]),

@@ -6,17 +6,12 @@ import torch
 import xxhash
 from torch import nn
 
-from titanlite.build_llama import build_llama
 from titanlite.checkpoint.initial_weights import is_hugging_face
-from titanlite.checkpoint.loading import load_weights
 from titanlite.checkpoint.manifest import read_manifest
-from titanlite.checkpoint.ranks import collected_problems
 from titanlite.checkpoint.reader import CheckpointReader
-from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config.loader import ConfigError
-from titanlite.config.schema import SEEDED, Lora, Model
+from titanlite.config.schema import SEEDED, Lora
 from titanlite.files.durable import parse
-from titanlite.hf.load import local_indices, tensor_files
 from titanlite.parallel.shards import local_shard
 
 SAMPLES, SAMPLE = 64, 4096
@@ -32,6 +27,8 @@ def hash_of_base(place: str) -> str:
     path = Path(place)
     if not is_hugging_face(path):
         return read_manifest(path).xxh3_64
+    from titanlite.hf.load import tensor_files  # here, since hf/ imports this folder
+
     digest = xxhash.xxh3_64()
     for file in sorted(set(tensor_files(path).values())):
         try:
@@ -67,21 +64,11 @@ def base_of(reader: CheckpointReader) -> str:
     return place
 
 
-def load_merged(reader: CheckpointReader, model: nn.Module, options: Model) -> None:
-    """Load the base of a checkpoint's adapters, and merge them: see loading.load_weights."""
-    with collected_problems() as problems:
-        base = base_of(reader)
-    if not problems:
-        load_weights(Path(base), model, options)
-        with collected_problems() as problems:
-            _merge(reader, model)
-    if problems:
-        raise ConfigError(problems)
-
-
 @torch.no_grad()
-def _merge(reader: CheckpointReader, model: nn.Module) -> None:
+def merge(reader: CheckpointReader, model: nn.Module) -> None:
     """Add the adapters of a checkpoint to this rank's shards of their bases, W + alpha / rank B A, rounded once."""
+    from titanlite.hf.load import local_indices  # here, since hf/ imports this folder
+
     lora = lora_of(reader)
     adapted = {name.removesuffix(".lora_a") for name in reader.shapes if name.endswith(".lora_a")}
     for name, parameter in model.named_parameters():
@@ -93,18 +80,3 @@ def _merge(reader: CheckpointReader, model: nn.Module) -> None:
             wide = torch.promote_types(a_IR.dtype, torch.float32)
             update = b_OR[rows].to(wide) @ a_IR[columns].to(wide).T * (lora.alpha / lora.rank)
             local.copy_(local.to(wide) + update.to(local.device))
-
-
-class MergedReader:
-    """Reads weights with the adapters of a checkpoint merged, as CheckpointReader reads full weights. It needs the host
-    memory of the full model."""
-
-    def __init__(self, reader: CheckpointReader, options: Model, dtype: torch.dtype):
-        model = build_llama(options, max_seq_len=1).to(dtype)
-        model.materialize(torch.device("cpu"))
-        load_merged(reader, model, options)
-        self._tensors = model_tensors(model)
-        self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
-
-    def read(self, name: str) -> torch.Tensor:
-        return self._tensors[name]

@@ -70,7 +70,7 @@ def run(
     """Export a checkpoint and print what was written. Raises ConfigError if it cannot be exported."""
     import torch  # here, so that --help does not wait for it
 
-    from titanlite.checkpoint.adapters import MergedReader, base_of, lora_of
+    from titanlite.checkpoint.adapters import base_of, lora_of
     from titanlite.checkpoint.initial_weights import step_folders
     from titanlite.checkpoint.reader import CheckpointReader
     from titanlite.data.open import build_tokenizer
@@ -108,14 +108,42 @@ def run(
         bos, eos, origin = None, None, f"none, since there is no model.hf_assets_path in {config_file}"
     files = Path(assets).expanduser() if assets else None
     origins = {"source": released, "tokenizer": files, "bos": bos, "eos": eos}
-    weights = MergedReader(reader, options, kind) if lora else reader
-    n_files = export(weights, options, out, dtype=kind, max_seq_len=max_seq_len, **origins)
+    n_files = export(
+        MergedReader(path, options, kind) if lora else reader,
+        options,
+        out,
+        dtype=kind,
+        max_seq_len=max_seq_len,
+        **origins,
+    )
     print(f"wrote {out}: {path.name}, {str(kind).removeprefix('torch.')}, safetensors files: {n_files}")
     print(f"tokenizer: {origin}")
     if released:
         after = read_json_object(out / "config.json")
         changed = [key for key in {**before, **after} if before.get(key) != after.get(key)]
         print(f"config.json: that of {released}{', except for ' if changed else ''}{', '.join(changed)}")
+
+
+class MergedReader:
+    """Reads weights with the adapters of a checkpoint merged, as CheckpointReader reads full weights. It needs the host
+    memory of the full model."""
+
+    def __init__(self, path: Path, options: Model, dtype: Any):
+        import torch
+
+        from titanlite.build_llama import build_llama
+        from titanlite.checkpoint.loading import load_weights
+        from titanlite.checkpoint.tensors import model_tensors
+
+        model = build_llama(options, max_seq_len=1).to(dtype)
+        model.materialize(torch.device("cpu"))
+        load_weights(path, model, options)
+        self._tensors = model_tensors(model)
+        self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+
+    def read(self, name: str) -> Any:
+        """Return a full tensor."""
+        return self._tensors[name]
 
 
 def export_last_step(folder: Path, step: int, dtype: str) -> None:

@@ -97,9 +97,14 @@ def load_weights(path: Path, model: nn.Module, options: Model) -> None:
         else:
             reader = CheckpointReader(path)
     if not problems and not is_hf and "lora.rank" in reader.state["identity"]:
-        from titanlite.checkpoint.adapters import load_merged  # here, since few checkpoints have adapters
+        from titanlite.checkpoint.adapters import base_of, merge  # here, since few checkpoints have adapters
 
-        load_merged(reader, model, options)
+        with collected_problems() as problems:
+            base = base_of(reader)
+        if not problems:
+            load_weights(Path(base), model, options)
+            with collected_problems() as problems:
+                merge(reader, model)
     elif not problems and not is_hf:
         problems = load_tensors(reader, model_tensors(model, of_base=True), {}, ("model.",))
     if problems:

@@ -105,7 +105,7 @@ def between_options(config: Config, changed: set[str]) -> Rejections:
     """Return the problems between options. `changed` has the keys whose value is not the default."""
     reject = Rejections()
     of_sections = model_rules, family_rules, _dependent_options, dataset_rules, data_rules, _training_rules
-    of_numbers = _optimizer_rules, _low_precision_rules, _compile_rules, _fault_tolerance_rules
+    of_numbers = _optimizer_rules, _lora_rules, _low_precision_rules, _compile_rules, _fault_tolerance_rules
     of_layouts = size_rules, shard_rules, context_rules, expert_rules, split_backward_rules, pipeline_rules
     for rules in (*of_sections, *of_numbers, *of_layouts):
         rules(config, changed, reject)
@@ -174,12 +174,15 @@ def _optimizer_rules(config: Config, changed: set[str], reject: Rejections) -> N
         reject(OFFLOAD, message, keys.OPTIMIZER, STATES, ROUNDING)
     if offload and keys.IMPLEMENTATION in changed:
         reject(keys.IMPLEMENTATION, f"the step with {OFFLOAD} is fused; remove it", OFFLOAD)
-    if optimizer.name == "Muon" and config.lora.rank:
+    if optimizer.name == "Muon":
+        _muon_rules(config, reject)
+
+
+def _lora_rules(config: Config, changed: set[str], reject: Rejections) -> None:
+    if config.lora.rank and config.optimizer.name == "Muon":
         reject(keys.OPTIMIZER, 'an adapter is no matrix to orthogonalize; set "AdamW" or "Adam"', "lora.rank")
     if config.lora.rank and config.model.moe.balance_bias and config.model.moe.balance_bias_rate:
         reject("model.moe.balance_bias_rate", "LoRA freezes the routers; set 0", "lora.rank", "model.moe.balance_bias")
-    if optimizer.name == "Muon":
-        _muon_rules(config, reject)
 
 
 def _muon_rules(config: Config, reject: Rejections) -> None:

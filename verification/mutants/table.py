@@ -148,7 +148,7 @@ MODEL_AND_LOSS = [
     Mutant("loss.py", "each rank subtracts 1 at a target, also if another one has it",
            "-here_N.to(grad_NV.dtype)[:, None]", "-torch.ones_like(own_N, dtype=grad_NV.dtype)[:, None]", TP),
     Mutant("loss.py", "the output head's gradient is that of the last chunk",
-           "                grad_weight_VD += grad_weight\n", "                grad_weight_VD.copy_(grad_weight)\n",
+           "sums = [a.add_(b) for a, b in", "sums = [a.copy_(b) for a, b in",
            LAYOUT + " -k chunked"),
     Mutant("loss.py", "gradients of the last activations are not summed over the vocabulary's shards",
            "x_ND.to_local(grad_placements=[Partial()]), weight_VD.to_local()", "x_ND.to_local(), weight_VD.to_local()",
