@@ -90,11 +90,11 @@ def build_stage(config: Config, layout: Layout, modules: Collection[str] | None,
     config.own.prepare(stage, config.model, training, parallelism)
     full_model = functools.partial(meta_model, config)
     if config.lora.rank:
-        from titanlite.techniques.lora import Adapters  # here, since a plain run needs none of it
+        from titanlite.techniques.lora import Adapters  # imported here: a plain run needs none of it
 
         stage.adapters = Adapters(stage, config.lora, full_model)
     if config.float8.enable or config.int8.enable:
-        from titanlite.techniques.low_precision import convert_linear_layers  # here, since a plain run needs none of it
+        from titanlite.techniques.low_precision import convert_linear_layers  # imported here: a plain run needs none of it
 
         settings = {"model": full_model, "tensor_parallel_degree": parallelism.tensor_parallel_degree, "device": device}
         convert_linear_layers(stage, config.float8, config.int8, **settings)

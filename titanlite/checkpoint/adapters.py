@@ -27,7 +27,7 @@ def hash_of_base(place: str) -> str:
     path = Path(place)
     if not is_hugging_face(path):
         return read_manifest(path).xxh3_64
-    from titanlite.hf.load import tensor_files  # here, since hf/ imports this folder
+    from titanlite.hf.load import tensor_files  # imported here: hf/ imports this folder
 
     digest = xxhash.xxh3_64()
     for file in sorted(set(tensor_files(path).values())):
@@ -67,7 +67,7 @@ def base_of(reader: CheckpointReader) -> str:
 @torch.no_grad()
 def merge(reader: CheckpointReader, model: nn.Module) -> None:
     """Add the adapters of a checkpoint to this rank's shards of their bases, W + alpha / rank B A, rounded once."""
-    from titanlite.hf.load import local_indices  # here, since hf/ imports this folder
+    from titanlite.hf.load import local_indices  # imported here: hf/ imports this folder
 
     lora = lora_of(reader)
     adapted = {name.removesuffix(".lora_a") for name in reader.shapes if name.endswith(".lora_a")}

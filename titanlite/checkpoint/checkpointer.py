@@ -81,7 +81,7 @@ class Checkpointer(NoCheckpoints):
         super().__init__(checkpoint, run)
         self.folder, self.identity = dump_folder / checkpoint.folder, identity
         if "lora.rank" in identity:
-            from titanlite.checkpoint.adapters import hash_of_base  # here, since few runs have adapters
+            from titanlite.checkpoint.adapters import hash_of_base  # imported here: few runs have adapters
 
             self.identity = identity | {"lora.base": hash_of_base(checkpoint.initial_load_path)}
         self.may_differ, self.config, self.comm = may_differ, dict(config or {}), comm

@@ -97,7 +97,7 @@ def load_weights(path: Path, model: nn.Module, options: Model) -> None:
         else:
             reader = CheckpointReader(path)
     if not problems and not is_hf and "lora.rank" in reader.state["identity"]:
-        from titanlite.checkpoint.adapters import base_of, merge  # here, since few checkpoints have adapters
+        from titanlite.checkpoint.adapters import base_of, merge  # imported here: few checkpoints have them
 
         with collected_problems() as problems:
             base = base_of(reader)
