@@ -153,7 +153,7 @@ def build_train_step(run: Run, groups: OneGroup | None = None) -> TrainStep:
             compiles=config.compile.enable,
             validates=config.validation.enable,
         )
-    # Several ranks work on the same tokens. The one that has the logits, of the first tp rank, contributes their loss.
+    # Several ranks work on the same tokens. The first tp rank of the last stage, which has logits, adds the loss.
     contributes_loss = model.output is not None and layout.mesh.get_local_rank("tp") == 0
     return TrainStep(
         model,
@@ -316,7 +316,7 @@ def build_checkpoints(run: Run) -> NoCheckpoints:
     trained = Trained(run.model, run.optimizer, config.training.steps, run.signals)
     if not checkpoint.enable:
         return NoCheckpoints(checkpoint, trained)
-    from titanlite.checkpoint.checkpointer import Checkpointer  # here, since a run without checkpoints needs none
+    from titanlite.checkpoint.checkpointer import Checkpointer  # imported here: a run without checkpoints needs none
 
     identity = {"seed": config.debug.seed, "data": run.data.identity, **config.identity()}
     if config.training.datasets:

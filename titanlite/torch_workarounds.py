@@ -22,7 +22,7 @@ def backend_without_random_states(name: str) -> Callable[..., Any]:
     not there. On a CPU, 2.12 and 2.13 save its random state after a DTensor's mesh, where they expect no tensor, and
     with TP recomputed blocks fail. Remove when 2.14 is required. Private: partitioners.has_recomputable_rng_ops (tried
     on 2.11 to 2.15) and torch._dynamo.lookup_backend (tried on 2.13)."""
-    from torch._functorch import partitioners  # here, since most runs compile nothing
+    from torch._functorch import partitioners  # imported here, since most runs compile nothing
 
     backend = torch._dynamo.lookup_backend(name)
 
@@ -106,7 +106,7 @@ def open_communicator(group: dist.ProcessGroup, zero: Tensor) -> None:
 def round_casts_as_eager(enabled: bool) -> None:
     """Have inductor round values that it casts again in a backward, or products of float8 with a scale per row can be
     NaN (pytorch 150859). Remove when that issue is closed."""
-    from torch._inductor import config  # here, since most runs compile nothing
+    from torch._inductor import config  # imported here, since most runs compile nothing
 
     config.emulate_precision_casts = enabled
 

@@ -130,7 +130,7 @@ def train(config: Config, launch: Launch, signals: process.Signals) -> dict[str,
                 log_rank0(f"asked to stop: ended after step {step}{unsaved}")
                 break
         test = functools.partial(loss_after_training, step + 1, loader, train_step, optimizer, guard.loss_scale)
-        checkpoints.end(groups.final_step(step, is_last=is_last), state, test)
+        checkpoints.end(groups.final_step(step), state, test)
         mark("ending the run")
     for each in (logger, checkpoints):
         each.close()
@@ -188,7 +188,7 @@ def main(argv: list[str]) -> None:
                 train(config, launch, process.signals)
         export_weights(config, launch)
     except Exception as error:
-        from titanlite.metrics.out_of_memory import explain_out_of_memory  # here, since most runs do without
+        from titanlite.metrics.out_of_memory import explain_out_of_memory  # imported here, since most runs do without
 
         fail(explain_out_of_memory(error), rank)
     process.exit_process(0)

@@ -126,8 +126,8 @@ class OneGroup:
         loss, *others = sum_over_ranks(loss_sum, signals, *counts)
         return Totals(torch.stack([loss / valid, norm, *others]))
 
-    def final_step(self, step: int, *, is_last: bool) -> int:
-        """Return the step whose weights the run ends with, once `step` is done; `is_last`: whether it was the last."""
+    def final_step(self, step: int) -> int:
+        """Return the step whose weights the run ends with, once it has taken `step`."""
         return step
 
     def metrics(self) -> dict[str, float]:
@@ -184,7 +184,7 @@ class TrainStep:
     parallelism: Parallelism
     device: torch.device
     contributes_loss: bool
-    """Whether this rank's tokens and losses count. Of the ranks that work on the same tokens, only one contributes."""
+    """Whether this rank's tokens and losses count. Only one of the ranks that work on the same tokens contributes."""
     max_norm: float
     """Gradients are clipped to this norm."""
     balance: Balance | None = None

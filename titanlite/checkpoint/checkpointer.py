@@ -113,7 +113,7 @@ class Checkpointer(NoCheckpoints):
         self._last_step = saved["step"]
         log_rank0(f"weights    resumed after step {self._last_step} of {self.run.steps} from {self.folder}")
         if saved["config"] and saved["config"] != self.config:
-            from titanlite.checkpoint.changed_options import changes  # here, since most runs change nothing
+            from titanlite.checkpoint.changed_options import changes  # imported here, since most runs change nothing
 
             log_rank0(changes(saved["config"], self.config, self._last_step))
         return saved
@@ -131,7 +131,7 @@ class Checkpointer(NoCheckpoints):
             raise ConfigError([problem + "the next resume would pick them"])
         problems, damaged = list[str](), list[tuple[Path, str]]()
         if names:
-            from titanlite.checkpoint.loading import Expected, load_checkpoint  # here, since a new run loads nothing
+            from titanlite.checkpoint.loading import Expected, load_checkpoint  # imported here: a new run loads nothing
 
             timeout = self.comm.init_timeout_seconds
             expected = Expected(self.identity, self.may_differ, self.config, self.group, timeout)
@@ -356,7 +356,7 @@ class Checkpointer(NoCheckpoints):
                 self._saved(step)
 
     def _saved(self, step: int) -> None:
-        """Register a complete checkpoint. It is good at once if a later step has already been finite."""
+        """Register a complete checkpoint, which waits for a finite step after it unless there has been one."""
         self.unconfirmed.append(step)
         self._confirm()
 

@@ -24,7 +24,7 @@ def check_initial_weights(job: Job, checkpoint: Checkpoint, model: Model, is_set
             problem = f"model.new_tokens = {show(model.new_tokens)}: read only with weights of a Hugging Face folder"
             raise ConfigError([f'{problem}, and {place} has a checkpoint; set "none"'])
         return
-    from titanlite.config.hf.config_json import WEIGHTS  # here, since most runs read no such folder
+    from titanlite.config.hf.config_json import WEIGHTS  # imported here, since most runs read no such folder
     from titanlite.hf.config_files import model_of
 
     option = f"{KEY if KEY in is_set else 'model.hf_assets_path'} = {show(place)}"
@@ -52,7 +52,7 @@ def is_hugging_face(path: Path) -> bool:
     is no such folder, if it is a checkpoint that must not be read, or if it lacks config.json."""
     state = state_of(path)
     if (state and state[1] not in ("", UNCONFIRMED)) or not path.is_dir():
-        from titanlite.config.hf.values import how_to_download  # here, since only an error needs it
+        from titanlite.config.hf.values import how_to_download  # imported here, since only an error needs it
 
         expected = f"expected a checkpoint's step-N folder, or a Hugging Face folder{why_not_read(path)}"
         raise ConfigError([f"{KEY} = {show(str(path))}: {expected}{how_to_download(path)}"])

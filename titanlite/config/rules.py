@@ -150,7 +150,7 @@ def _training_rules(config: Config, changed: set[str], reject: Rejections) -> No
         message = f'{keys.DTYPE} = "float64", and Hugging Face folders have at most 32 bits; set "float32"'
         reject("checkpoint.export_dtype", message, keys.DTYPE, "checkpoint.last_save_in_hf")
     if config.checkpoint.last_save_in_hf:
-        from titanlite.config.hf.config_json import folder_rules  # here, since few runs write such a folder
+        from titanlite.config.hf.config_json import folder_rules  # imported here, since few runs write such a folder
 
         folder_rules(config.model, reject)
 

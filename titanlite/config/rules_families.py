@@ -34,7 +34,7 @@ def family_rules(config: Config, changed: set[str], reject: Rejections) -> None:
         if not (kind.experts or model.moe.n_experts):
             reject(f"{LAYERS}.{number}.experts", f"read only with {EXPERTS}; set that, or remove it", EXPERTS, LAYERS)
     if model.hf_model_type:
-        from titanlite.config.hf.families import FAMILIES  # here, since few runs need it
+        from titanlite.config.hf.families import FAMILIES  # imported here, since few runs need it
 
         if model.hf_model_type not in FAMILIES:
             reject("model.hf_model_type", f"expected one of {', '.join(map(show, FAMILIES))}, or nothing")

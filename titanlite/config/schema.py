@@ -383,7 +383,7 @@ class Model(Section):
         options = {**defaults, **values}
         follows = flavor != "from_hf" or values.get("new_tokens") == "mean"
         if follows and "vocab_size" not in values and (assets := values.get("hf_assets_path")):
-            from titanlite.config.hf.tokenizer_size import n_token_ids  # here, since a run on bytes needs no file
+            from titanlite.config.hf.tokenizer_size import n_token_ids  # imported here: a run on bytes needs no file
 
             options["vocab_size"] = max(options["vocab_size"], n_token_ids(assets))
         for name in ("moe", "mla"):

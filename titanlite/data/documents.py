@@ -84,7 +84,7 @@ def text_of(value: Any, column: str) -> str:
 
 
 def _hub() -> Any:
-    from titanlite.data import hub  # here, since a run on files does not need it
+    from titanlite.data import hub  # imported here, since a run on files does not need it
 
     return hub
 

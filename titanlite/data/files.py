@@ -229,7 +229,7 @@ def _kind(file: Any) -> str:
 
 
 def _unpack_zstd(file: BinaryIO) -> BinaryIO:
-    import pyarrow  # here, since a run on other data does not need it
+    import pyarrow  # imported here, since a run on other data does not need it
 
     return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))
 
@@ -277,7 +277,7 @@ def rows_at_a_time(n_rows: int, n_bytes: int) -> int:
 
 
 def _parquet(path: Path) -> Any:
-    import pyarrow.parquet  # here, since a run on other data does not need it
+    import pyarrow.parquet  # imported here, since a run on other data does not need it
 
     return pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**20)  # reads a row group in chunks
 

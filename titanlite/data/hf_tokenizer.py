@@ -40,7 +40,7 @@ def reason_of(error: BaseException) -> str:
 def load(path: Path) -> Any:
     """Return transformers' tokenizer of a folder, or of a tokenizer.json without a folder. No code of the folder runs,
     and nothing is downloaded."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # here, since only a worker needs it
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # imported here, since only a worker needs it
 
     restart_time_limit()
     folder = path.parent if path.name == FILES[0] else path
@@ -76,7 +76,7 @@ class HuggingFaceTokenizer(Tokenizer):
     KNOWN_EOS = ("<|end_of_text|>", "</s>", "<|endoftext|>", "<eos>", "<|im_end|>")
 
     def __init__(self, path: Path):
-        import tokenizers  # here, since only a worker needs it
+        import tokenizers  # imported here, since only a worker needs it
 
         self.path, self.file = str(path), path / FILES[0] if path.is_dir() else path
         try:
@@ -96,7 +96,7 @@ class HuggingFaceTokenizer(Tokenizer):
             self.prefix, self.suffix = around.ids[:at], around.ids[at + 1 :]
             content = json.loads(self.tokenizer.to_str())
         except BaseException as error:  # a panic in the Rust library is a BaseException, not an Exception
-            from titanlite.config.hf.values import read_json_object  # here, since few files are wrong
+            from titanlite.config.hf.values import read_json_object  # imported here, since few files are wrong
 
             for file in [path / name for name in FILES if name.endswith(".json") and (path / name).is_file()]:
                 read_json_object(file, file.read_bytes())  # it raises if this file is no JSON object

@@ -41,7 +41,7 @@ def _problem(source: Source, what: str, error: BaseException) -> str:
 
 def load(source: Source, *, streaming: bool) -> Any:
     """Return a dataset of the `datasets` library."""
-    import datasets  # here, since a run on files does not need it
+    import datasets  # imported here, since a run on files does not need it
 
     options = source.training
     datasets.disable_progress_bars()

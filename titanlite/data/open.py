@@ -24,7 +24,7 @@ def build_tokenizer(hf_assets_path: str) -> Tokenizer:
     """Return a path's tokenizer, in a process of its own; without a path, of bytes. Raises ConfigError if unusable."""
     if not hf_assets_path:
         return ByteTokenizer()
-    from titanlite.config.hf.values import how_to_download  # here, since a run on bytes needs neither
+    from titanlite.config.hf.values import how_to_download  # imported here, since a run on bytes needs neither
     from titanlite.data.tokenizer_process import TokenizerProcess
 
     path = Path(os.path.expanduser(hf_assets_path))
@@ -91,7 +91,7 @@ def open_sequences(
     sequences: Sequences | Mixture
     order = f"seq_len {training.seq_len}/{f'seed {seed}' if training.shuffle else 'in order'}"
     if training.streaming:
-        from titanlite.techniques.data.streaming import StreamingSequences  # here, since most runs tokenize first
+        from titanlite.techniques.data.streaming import StreamingSequences  # imported here: most runs tokenize first
 
         dataset, content = open_stream(Source(training))
         sequences = StreamingSequences(dataset, Source(training), tokenizer, seed=seed)
@@ -152,7 +152,7 @@ def token_caches(training: Training, validation: Validation) -> Iterator[CacheOf
 
 def open_mixture(tokenizer: Tokenizer, training: Training, caches: Caches, *, seed: int) -> Mixture:
     """Return the training split of a mixture. Raises ConfigError for datasets that have, or may give, no sequence."""
-    from titanlite.techniques.data import mixture  # here, since most runs have one dataset
+    from titanlite.techniques.data import mixture  # imported here, since most runs have one dataset
 
     opened = [(each.source.training, cache) for each, cache in caches if "training" in each.splits]
     packed, identities, limits, problems = [], [], [], []

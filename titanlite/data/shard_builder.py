@@ -72,7 +72,7 @@ def build_shard(
     encode: Callable[[list[Any]], list[np.ndarray]] = functools.partial(encode_documents, tokenizer, special=special)
     document_of: Callable[[dict[str, Any]], list[str]] | None = None
     if options.template:
-        from titanlite.data.worker import named  # here, since plain text needs none
+        from titanlite.data.worker import named  # imported here, since plain text needs none
 
         template = named(options.template)(tokenizer)
         encode = functools.partial(template.encode, dtype=dtype)

@@ -92,7 +92,7 @@ def open_cache(
 
         name = ""
         if template:
-            from titanlite.data.worker import name_of  # here, since only a template needs it
+            from titanlite.data.worker import name_of  # imported here, since only a template needs it
 
             name = name_of(template)
         options = CacheOptions(source, validation_fraction, name, rows)
@@ -108,7 +108,7 @@ def template_of(training: Training) -> Any:
     """Return the class that makes documents of a dataset's rows; None: documents are text."""
     if training.dataset_format == "text":
         return None
-    from titanlite.techniques.data.chat_template import ChatTemplate  # here, since text needs none
+    from titanlite.techniques.data.chat_template import ChatTemplate  # imported here, since text needs none
 
     return ChatTemplate
 

@@ -21,7 +21,7 @@ from titanlite.data.worker import MEMORY, Worker, named, read, send, types_of, w
 
 def read_footer(_: Any, file: Path) -> None:
     """Read all of a parquet file's footer, since pyarrow reads its parts only when they are asked for."""
-    import pyarrow.parquet  # here, since few workers need it
+    import pyarrow.parquet  # imported here, since few workers need it
 
     with contextlib.suppress(Exception):  # the reader of the file will raise it, too
         metadata = pyarrow.parquet.ParquetFile(file).metadata

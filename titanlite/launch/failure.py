@@ -69,7 +69,7 @@ def failure(rank: int, message: str, status: int = 1) -> dict[str, Any]:
 
 def ranks_store(address: str, port: int | str, timeout_seconds: float) -> Any:
     """Return a connection to the store of the ranks that were started together (torch.distributed.Store)."""
-    import torch.distributed as dist  # here, since the import takes seconds
+    import torch.distributed as dist  # imported here, since the import takes seconds
 
     timeout = timedelta(seconds=timeout_seconds)
     store = dist.TCPStore(address, int(port), is_master=False, timeout=timeout, wait_for_workers=False)

@@ -83,7 +83,7 @@ def ranks_per_node(loaded: LoadedConfig[Config], environment: Mapping[str, str],
 
 def check_folders(loaded: LoadedConfig[Config]) -> None:
     """Raise ConfigError with a line for each folder or file that a run cannot use: initial weights, tokenizer, data."""
-    from titanlite.checkpoint.initial_weights import check_initial_weights  # here, since both import launch/
+    from titanlite.checkpoint.initial_weights import check_initial_weights  # imported here, since both import launch/
     from titanlite.data.open import check_data
 
     config = loaded.config.replace(checkpoint__initial_load_path=loaded.config.initial_weights)
@@ -177,7 +177,7 @@ def main(argv: list[str]) -> int:
     restarts = count(os.environ, "MAX_RESTARTS", 0)
     environment = environment_of_ranks(ranks) | launch_variables(loaded)
     raise_open_file_limit(2 * ranks * nodes_of(os.environ)[1] if os.environ.get("NODE_RANK", "0") == "0" else 0)
-    from titanlite.launch.agent import run_ranks  # here, since it imports torch, and the checks above need not wait
+    from titanlite.launch.agent import run_ranks  # imported here: it imports torch, and the checks above need not wait
 
     command = [sys.executable, "-m", "titanlite.rank", *argv]
     return run_ranks(command, ranks, environment, signals, max_restarts=restarts)

@@ -37,7 +37,7 @@ def watch(launch: Launch, comm: Comm, dump_folder: str) -> OneRank:
     """Return the object that ends this rank after an error: a Watchdog, if there are other ranks to watch."""
     if launch.world_size == 1:
         return OneRank(launch)
-    from titanlite.launch.watchdog import Watchdog  # here, since one rank watches no other
+    from titanlite.launch.watchdog import Watchdog  # imported here, since one rank watches no other
 
     return Watchdog(launch, comm, Path(dump_folder))
 
@@ -81,7 +81,7 @@ def process_group(
         arguments = {"store": store, "rank": launch.rank, "world_size": launch.world_size}
     dist.init_process_group(backend, timeout=timeout, **arguments)
     if options and launch.world_size > 1:
-        from titanlite.launch.same_config import require_same  # here, since one rank is compared with no other
+        from titanlite.launch.same_config import require_same  # imported here, since one rank is compared with no other
 
         require_same(options)
     yield

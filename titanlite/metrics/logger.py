@@ -35,7 +35,7 @@ class PeakFlops:
         self.flops, self.source = 0.0, "none on a CPU"
         if device.type != "cuda":
             return
-        from titanlite.metrics.devices import find_by_gpu_name  # here, since a CPU is in no table
+        from titanlite.metrics.devices import find_by_gpu_name  # imported here, since a CPU is in no table
 
         name, n = torch.cuda.get_device_name(device), 8192
         if dtype == torch.bfloat16 and (known := find_by_gpu_name(name)):

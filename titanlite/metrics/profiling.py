@@ -15,7 +15,7 @@ def profilers(job: Job, profiling: Profiling, rank: int) -> Iterator[StepDone]:
     if not (profiling.enable_profiling or profiling.enable_memory_snapshot):
         yield lambda step: None
         return
-    from titanlite.metrics.profilers import run_profilers  # here, since few runs are profiled
+    from titanlite.metrics.profilers import run_profilers  # imported here, since few runs are profiled
 
     with run_profilers(job, profiling, rank) as step_done:
         yield step_done

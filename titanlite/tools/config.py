@@ -34,12 +34,12 @@ def main(argv: list[str]) -> int:
         print(json_schema(), end="")
         return 0
     if argv[0] == "--from-torchtitan":
-        from titanlite.tools.from_torchtitan import command  # here, since the other uses need no tables of its keys
+        from titanlite.tools.from_torchtitan import command  # imported here: the other uses need no tables of its keys
 
         return command.main(argv[1:])
     if len(argv) == 2 and not any(name.startswith("-") for name in argv):
         return compare(*argv)
-    from titanlite.launch.launcher import load_and_check  # here, since the other uses need no run
+    from titanlite.launch.launcher import load_and_check  # imported here, since the other uses need no run
 
     load_and_check(argv, lambda loaded: print(loaded.config.toml(), end="", flush=True))
     return 0

@@ -69,7 +69,7 @@ def one_step(config: Config) -> Config:
 
 def lines_of_a_step(config: Config, files: str) -> dict[str, set[int]]:
     """Train on a rank of a pool. Return the lines of functions that run, by file. `files` is a regular expression."""
-    from titanlite.train import train  # here, since it imports torch
+    from titanlite.train import train  # imported here, since it imports torch
 
     ran: dict[str, set[int]] = {}
 

@@ -112,7 +112,9 @@ class Campaign:
             return
         status = run.launcher.returncode
         record.outcome = "stopped" if status == 0 else "failed"
-        if record.moment == "before ranks" and status in (-signal.SIGTERM, -signal.SIGINT, -signal.SIGUSR1):
+        in_start_of_python = status == 1 and run.output().startswith("Fatal Python error: init_")
+        unhandled = in_start_of_python or status in (-signal.SIGTERM, -signal.SIGINT, -signal.SIGUSR1)
+        if record.moment == "before ranks" and unhandled:
             return  # the launcher had not begun to handle signals, and nothing had been started
         if record.fault.startswith(("SIGINT", "SIGTERM")) and record.moment in EARLY:
             n_steps = run.step() - (run.resumed_after() or 0)

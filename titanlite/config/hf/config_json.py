@@ -107,7 +107,7 @@ def _config_and_type(folder: Path) -> tuple[JsonObject, str]:
         config.values["model_type"] = "deepseek_v3"
     model_type = config.values.get("model_type")
     if isinstance(model_type, str) and model_type not in FAMILIES:
-        from titanlite.config.hf.unsupported import features  # here, since few files need it
+        from titanlite.config.hf.unsupported import features  # imported here, since few files need it
 
         has, supported = ", ".join(features(config.values)), ", ".join(FAMILIES)
         config.reject("model_type", f"unsupported{has and ': it has '}{has}; supported: {supported}")

@@ -85,7 +85,7 @@ class JsonObject:
         self.rejected = set() if rejected is None else rejected
 
     def reject(self, key: str, message: str, *reads: str) -> None:
-        """Add a line for a key, unless another key that the rule reads has one: its value is only a stand-in."""
+        """Add a line for a key, unless a key in `reads` has one already: a default stands in for the rejected value."""
         if not self.rejected.isdisjoint(reads):
             return
         self.rejected.add(key)

@@ -180,7 +180,7 @@ class Fingerprints(Observer):
     def _add_tensor(self, phase: str, name: str, tensor: Tensor) -> None:
         offset, size = shard_slice(tensor)
         rows = rows_of_slice(offset, size, tensor.shape)
-        matrix = local_shard(tensor.detach()).reshape(len(rows), size[-1])  # either may be 0
+        matrix = local_shard(tensor.detach()).reshape(len(rows), size[-1])  # a shard may have no rows
         coverage = matrix.numel() / tensor.numel()
         self._add(f"{phase} {name}", fingerprint(name, matrix, rows, offset[-1]), coverage)
 
@@ -196,7 +196,7 @@ class Fingerprints(Observer):
         sums, added = torch.stack([self._own.get(name, none) for name in names]), torch.zeros(len(names))
         dist.all_reduce(sums)
         added[[index for index, name in enumerate(names) if name in self._own]] = 1
-        dist.all_reduce(added)  # a tensor in host memory, like the names
+        dist.all_reduce(added)  # summed in host memory, where the names are
         sums = sums[:, :-1] / sums[:, -1:].where(sums[:, -1:] > 0, 1)
         return {name: own for name, own, n in zip(names, sums, added.tolist(), strict=True) if n}
 

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
+from enum import Enum
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -51,6 +52,14 @@ History = Annotated[list[tuple[int, int, list[int]]], Field(max_length=1_000_000
 """Who took the steps: the first step, the quorum, the participants."""
 
 
+class GroupState(Enum):
+    """What a group does now."""
+
+    JOINING = "waits for the quorum of the next step"
+    RECOVERING = "copies the state of a participant; an error is its own, and ends it"
+    PARTICIPANT = "takes a step"
+
+
 class Ballot(NamedTuple):
     """A group's row of the table that groups compare before a step. Each group fills its own row; tables are summed."""
 
@@ -65,17 +74,9 @@ class Ballot(NamedTuple):
 
 
 class Replicas(OneGroup):
-    """Connects this rank's group with the others. Every rank of a group must make the same calls.
-
-    Args:
-        section: the options of [fault_tolerance].
-        comm: its init_timeout_seconds is how long a group may take to send its state.
-        identity: what groups of the same run share, plain JSON.
-        signals: tells whether this rank was asked to stop, while the group waits for others.
-
-    Raises:
-        ConfigError: if torchft is not installed.
-    """
+    """Connects this rank's group with the others. Every rank of a group must make the same calls. A group may take
+    comm.init_timeout_seconds to send its state. The groups of a run share `identity`, plain JSON; `signals` tells
+    whether this rank was asked to stop. Raises ConfigError if torchft is not installed."""
 
     def __init__(
         self,
@@ -91,13 +92,13 @@ class Replicas(OneGroup):
         self.identity = xxhash.xxh3_64_intdigest(json.dumps(identity, sort_keys=True).encode()) % MODULUS
         self.participants: list[int] = []
         """Numbers of the groups that were participants of the last step."""
-        self._in_step, self._is_member, self._is_loading, self._recovered = False, False, False, False
-        self._quorum, self._before, self._n_failures = -1, list[int](), 0
+        self._group_state, self._quorum, self._n_failures = GroupState.JOINING, -1, 0
+        self._before: list[int] = []
+        """Numbers of the groups that took this group's last step; empty before its first."""
+        self._recovered = False
+        """Whether this group has got the state of another since its last step."""
         self._state_hash: int | None = None
         self._history: list[tuple[int, int, list[int]]] = []
-        self._last = 0
-        self.has_state_of_another = False
-        """Whether this group has recovered from another's state. Its run may then end without a step of its own."""
         self._model, self._optimizer, self._timeout = model, optimizer, comm.init_timeout_seconds
         require_torchft()
 
@@ -162,7 +163,6 @@ class Replicas(OneGroup):
     def steps(self, last_step: int, last: int) -> Iterator[int]:
         """Yield the number of each step until `last` has been taken. A step that did not count is yielded again, with
         the state as it was before. Raises TrainingError if the group was asked to stop while it waited for others."""
-        self._last = last
         while self.manager.current_step() < last:
             self._join()
             if self.manager.current_step() < last:  # otherwise the others have ended, and this has their state
@@ -189,7 +189,7 @@ class Replicas(OneGroup):
                     self.manager.start_quorum()
                 except Exception:  # too few groups, or the lighthouse does not answer
                     failed, self.manager._quorum_future = True, None
-                    if self._is_loading:
+                    if self._group_state is GroupState.RECOVERING:
                         raise
                     time.sleep(1)
                 finally:
@@ -203,7 +203,7 @@ class Replicas(OneGroup):
                 if stopping and (failed or self._n_failures > ATTEMPTS_BEFORE_STOP):
                     problem = "asked to stop while this replica group waited for others; ended without saving"
                     raise TrainingError(problem)
-        self._in_step = True
+        self._group_state = GroupState.PARTICIPANT
 
     def sum(self, tensor: Tensor) -> None:
         """Sum a tensor over the participants, in place. If that fails, `_committed` returns False."""
@@ -214,7 +214,7 @@ class Replicas(OneGroup):
         must share. Does nothing between `totals` and the next step. Raises ConfigError if this group is new and has
         another config, other weights or the number of a participant. Raises TrainingError if neither this group nor
         another is new, their weights differ, and a group with a smaller number continues."""
-        if not self._in_step:
+        if self._group_state is not GroupState.PARTICIPANT:
             return
         state, quorum = 0, self.manager._quorum_id
         if quorum != self._quorum:
@@ -222,7 +222,7 @@ class Replicas(OneGroup):
                 self._state_hash = sum(hash_of_bits(tensor).item() for tensor in self._tensors()) % MODULUS
             state = self._state_hash
         table = torch.zeros(MAX_GROUPS, len(Ballot._fields), dtype=torch.float64, device=self.device)
-        own = Ballot(1, valid.item(), self._is_member, self.identity, state)
+        own = Ballot(1, valid.item(), bool(self._before), self.identity, state)
         table[self.section.replica_id] = table.new_tensor(own)
         self.sum(table)
         rows = table.tolist()  # tolist() waits for the device: NCCL's errors are raised here
@@ -242,7 +242,7 @@ class Replicas(OneGroup):
         else:
             valid.fill_(sum(each.tokens for each in of_groups))
             return
-        if not self._is_member:
+        if not self._before:
             raise ConfigError([f"{problem}; see docs/reliability.md"])
         if all(each.is_member for each in of_groups) and self.section.replica_id > self.participants[0]:
             raise TrainingError(f"{problem}; group {self.participants[0]} continues, and this one can be started again")
@@ -285,7 +285,7 @@ class Replicas(OneGroup):
         """Return whether all ranks of this group have received all sums for `step`; else print that it is repeated."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the watchdog limits this, and not what follows
-        self._in_step, error = False, self.manager.errored()
+        self._group_state, error = GroupState.JOINING, self.manager.errored()
         mark(WAITING, limited=False)  # another group may be getting this one's state
         committed = self.manager.should_commit()
         mark("updating the weights")
@@ -303,12 +303,12 @@ class Replicas(OneGroup):
             log_rank0(f"step {step}: replica groups {groups} of {self.section.group_size}{recovered}")
         if not self._history or self._history[-1][1:] != (self._quorum, self.participants):
             self._history = [*self._history, (step, self._quorum, self.participants)]
-        self._is_member, self._recovered, self._before = True, False, self.participants
+        self._recovered, self._before = False, self.participants
         return True
 
-    def final_step(self, step: int, *, is_last: bool) -> int:
-        """Return the run's last step if this group got the state after it from another; otherwise `step`."""
-        return self._last if self.has_state_of_another and not is_last else step
+    def final_step(self, step: int) -> int:
+        """Return the last step that this group has taken, or whose state it has got from another group."""
+        return self.manager.current_step()
 
     def metrics(self) -> dict[str, float]:
         """Return values of the last step by tag."""
@@ -333,7 +333,7 @@ class Replicas(OneGroup):
     @torch.no_grad()
     def _load(self, saved: dict[str, Any]) -> None:
         """Continue from the state of another group."""
-        self._is_loading, self._state_hash = True, None  # an error from here on is this group's, and ends it
+        self._group_state, self._state_hash = GroupState.RECOVERING, None
         for tensor, other in zip(self._tensors(), saved["tensors"], strict=True):
             tensor.copy_(other)
         shared, self._history = last_shared_step(self._history, saved["history"]), saved["history"]
@@ -342,7 +342,7 @@ class Replicas(OneGroup):
         for name, value in saved["random"].items():
             (torch.cuda if name.startswith("random.cuda.") else torch).set_rng_state(value)
         self._state.load(saved["state"])
-        self._is_loading, self._recovered, self.has_state_of_another = False, True, True
+        self._group_state, self._recovered = GroupState.JOINING, True
 
 
 def last_shared_step(own: list[tuple[Any, ...]], other: list[tuple[Any, ...]]) -> int | None:

@@ -93,7 +93,7 @@ def main(argv: list[str]) -> int:
     tokenizer = folder.tokenizer(arguments.tokenizer)
     stop = folder.stop_tokens(tokenizer)
     if arguments.chat:
-        from titanlite.techniques.data.chat_template import encode_questions  # here, since other prompts need none
+        from titanlite.techniques.data.chat_template import encode_questions  # imported here: other prompts need none
 
         prompts = tokenizer.call(encode_questions, texts)
         list(map(tokenizer.rows.require, texts, prompts))  # raises ConfigError for an id without a row

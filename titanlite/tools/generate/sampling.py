@@ -41,7 +41,7 @@ def probabilities(logits_BV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor
     """Return the probabilities with which tokens are drawn, in descending order, and the tokens. Left-out tokens have
     probability 0. After top-p the sum is below 1."""
     logits_BV, tokens_BV = logits_BV.double().sort(dim=-1, descending=True, stable=True)
-    logits_BV = (logits_BV - logits_BV[:, :1]) / sampling.temperature  # all are at most 0: none overflows to infinity
+    logits_BV = (logits_BV - logits_BV[:, :1]) / sampling.temperature  # the largest is 0, so none overflows
     if sampling.top_k:
         logits_BV[:, sampling.top_k :] = -torch.inf
     probabilities_BV = logits_BV.softmax(-1)

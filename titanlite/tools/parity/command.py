@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     if arguments.against is not None:
         if len([each for each in argv if each != "--against"]) != 1:
             raise ConfigError(["command line: --against FOLDER takes no config and no other option"])
-        from titanlite.tools.parity.against import run_against  # here, since the import of torch takes seconds
+        from titanlite.tools.parity.against import run_against  # imported here, since the import of torch takes seconds
 
         return run_against(arguments.against)
     own, config_arguments = take_own(config_arguments)

@@ -117,7 +117,7 @@ class CostModel:
         self.device, self.axes, self.devices_per_node = device, axes, devices_per_node
         self.changed, self.faster, self.cudnn = changed, faster, cudnn
         self.efficiency = published.EFFICIENCY[device.architecture if device.kind == "gpu" else "cpu"]
-        self._items: dict[int, tuple[Cost, list[Item], list[Event]]] = {}  # it keeps the events, whose id is the key
+        self._items: dict[int, tuple[Cost, list[Item], list[Event]]] = {}  # an id is unique while its events are kept
 
     def streams(self) -> Streams:
         """Return the streams of an idle device."""

@@ -117,7 +117,7 @@ def dry_run(
             create_value_tables(config.optimizer.state_dtype)
         create_states, record = _create_states, _record_low_bit_adam
         if config.optimizer.name == "Muon":
-            from titanlite.tools.plan import muon_step  # here, since most plans do without
+            from titanlite.tools.plan import muon_step  # imported here, since most plans do without
 
             create_states, record = muon_step.create_states, muon_step.recorder(config, layout.mesh, names, axes)
         trace = stack.enter_context(recording())  # recording begins here: building on the meta device reads numbers

@@ -65,7 +65,7 @@ def even_shares(total: int, n: int) -> list[int]:
 def assumed(config: Config, on_read: Callable[[], None]) -> Iterator[None]:
     """Have mixtures of experts in the body compute as on the config's device, and with the assumed load instead of
     counts, which fake tensors do not have. Calls `on_read` where a run waits for the device to read counts."""
-    from titanlite.techniques.moe import counts, layer  # here, since a dense model needs neither
+    from titanlite.techniques.moe import counts, layer  # imported here, since a dense model needs neither
 
     read, types, load = counts.read, layer.GROUPED_MM_DTYPES, expert_load(config)
 

@@ -40,7 +40,7 @@ def saving(config: Config, device: Device, world_size: int, devices_per_node: in
     sizes = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
     n_parameters, n_states = sum(sizes), 2 * sum(sizes)
     if config.optimizer.name == "Muon":
-        from titanlite.tools.plan.muon_step import shapes_of_matrices  # here, since most plans do without
+        from titanlite.tools.plan.muon_step import shapes_of_matrices  # imported here, since most plans do without
 
         n_states -= sum(math.prod(shape) for shape in shapes_of_matrices(config, None))
     size = n_parameters * getattr(torch, dtype).itemsize + n_states * getattr(torch, state).itemsize
