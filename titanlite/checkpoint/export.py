@@ -70,25 +70,20 @@ def run(
     """Export a checkpoint and print what was written. Raises ConfigError if it cannot be exported."""
     import torch  # here, so that --help does not wait for it
 
-    from titanlite.checkpoint.adapters import base_of, lora_of
     from titanlite.checkpoint.initial_weights import step_folders
     from titanlite.checkpoint.reader import CheckpointReader
     from titanlite.data.open import build_tokenizer
     from titanlite.data.tokenizer import Rows
     from titanlite.hf.export import export
-    from titanlite.hf.peft import export_adapters
 
     path = step_folders(checkpoint)[-1]
-    reader = CheckpointReader(path)
-    options, lora = model_options(path, reader.state), lora_of(reader)
-    adapters = [name for name in reader.shapes if name.endswith(".lora_a")]
-    kind = getattr(torch, dtype) if dtype else reader.dtypes[[*adapters, "model.tok_embeddings.weight"][0]]
-    if merge and not lora:
-        raise ConfigError([f"--merge: {path} has full weights, and no adapters (LoRA); leave it out"])
-    if lora and not merge:
-        n_adapters = export_adapters(reader, options, lora, out, base=base_of(reader), dtype=kind)
-        print(f"wrote {out}: {path.name}, {str(kind).removeprefix('torch.')}, adapters in peft's format: {n_adapters}")
-        return
+    reader: Any = CheckpointReader(path)
+    options = model_options(path, reader.state)
+    kind = getattr(torch, dtype) if dtype else reader.dtypes[_first_weight(reader)]
+    if merge or "lora.rank" in reader.state["identity"]:
+        reader = _of_adapters(reader, options, out, kind, merge=merge)
+        if reader is None:
+            return
     config_file = config_file_of_run(path)
     config = read_config(config_file)
     released = folder_of_source(source, config)
@@ -108,20 +103,33 @@ def run(
         bos, eos, origin = None, None, f"none, since there is no model.hf_assets_path in {config_file}"
     files = Path(assets).expanduser() if assets else None
     origins = {"source": released, "tokenizer": files, "bos": bos, "eos": eos}
-    n_files = export(
-        MergedReader(path, options, kind) if lora else reader,
-        options,
-        out,
-        dtype=kind,
-        max_seq_len=max_seq_len,
-        **origins,
-    )
+    n_files = export(reader, options, out, dtype=kind, max_seq_len=max_seq_len, **origins)
     print(f"wrote {out}: {path.name}, {str(kind).removeprefix('torch.')}, safetensors files: {n_files}")
     print(f"tokenizer: {origin}")
     if released:
         after = read_json_object(out / "config.json")
         changed = [key for key in {**before, **after} if before.get(key) != after.get(key)]
         print(f"config.json: that of {released}{', except for ' if changed else ''}{', '.join(changed)}")
+
+
+def _first_weight(reader: Any) -> str:
+    """Return the name of a tensor whose data type all weights of a checkpoint, or all of its adapters, have."""
+    return next((name for name in reader.shapes if name.endswith(".lora_a")), "model.tok_embeddings.weight")
+
+
+def _of_adapters(reader: Any, options: Model, out: Path, dtype: Any, *, merge: bool) -> Any:
+    """Return a reader of the base's weights with the adapters of a checkpoint merged. Without `merge`, write a folder
+    with the adapters in peft's format, and return None. Raises ConfigError if the checkpoint has none."""
+    from titanlite.checkpoint.adapters import base_of, lora_of
+    from titanlite.hf.peft import export_adapters
+
+    if not (lora := lora_of(reader)):
+        raise ConfigError([f"--merge: {reader.path} has full weights, and no adapters (LoRA); leave it out"])
+    if merge:
+        return MergedReader(reader.path, options, dtype)
+    n_adapters = export_adapters(reader, options, lora, out, base=base_of(reader), dtype=dtype)
+    print(f"wrote {out}: {reader.path.name}, {str(dtype).removeprefix('torch.')}, adapters for peft: {n_adapters}")
+    return None
 
 
 class MergedReader:
