@@ -227,6 +227,7 @@ def test_an_adapter_adds_no_collective_to_the_forward_of_tensor_parallel(ranks: 
 
 REJECTED: list[tuple[dict[str, Any], dict[str, str]]] = [
     ({"lora.alpha": 8.0}, {"lora.alpha": "read only when lora.rank is above 0"}),
+    ({"lora.rank": 4, "lora.targets": []}, {"lora.targets": 'expected names of linear layers, as ["wq", "wv"]'}),
     ({"lora.rank": 4, "optimizer.name": "Muon"}, {"optimizer.name": 'set "AdamW" or "Adam"'}),
     (
         {"lora.rank": 4, "fault_tolerance.enable": True, "fault_tolerance.group_size": 2},

@@ -179,6 +179,8 @@ def _optimizer_rules(config: Config, changed: set[str], reject: Rejections) -> N
 
 
 def _lora_rules(config: Config, changed: set[str], reject: Rejections) -> None:
+    if config.lora.rank and not config.lora.targets:
+        reject("lora.targets", 'expected names of linear layers, as ["wq", "wv"]', "lora.rank")
     if config.lora.rank and config.optimizer.name == "Muon":
         reject(keys.OPTIMIZER, 'an adapter is no matrix to orthogonalize; set "AdamW" or "Adam"', "lora.rank")
     if config.lora.rank and config.model.moe.balance_bias and config.model.moe.balance_bias_rate:

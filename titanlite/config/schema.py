@@ -683,7 +683,7 @@ class Lora(Section):
     """Rank of the adapters, which alone are trained and saved; 0: no LoRA, and all weights are trained."""
     alpha: Positive = 16.0
     """The product of an adapter's matrices is multiplied by alpha / rank."""
-    targets: list[str] = Field(default=["wq", "wk", "wv", "wo", "w1", "w2", "w3"], min_length=1)
+    targets: list[str] = Field(default=["wq", "wk", "wv", "wo", "w1", "w2", "w3"])
     """Linear layers with adapters, by their names in a block or the ends of these: "wq" is "attention.wq"."""
     base_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Data type of the frozen weights in memory; auto: training.dtype, which is that of the adapters."""
