@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.helpers.checkpoint import change_manifest
 from tests.helpers.hf import build_hf
 from tests.hf.test_hf_round_trip import CONFIG, VOCABULARY
 from tests.test_families import in_float64
@@ -21,6 +22,7 @@ from titanlite.checkpoint.export import model_options
 from titanlite.checkpoint.loading import load_weights
 from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.config.loader import ConfigError
+from titanlite.files.durable import checksum
 from titanlite.hf.names import hf_name, to_hf
 from titanlite.model import Llama
 from titanlite.parallel import mesh
@@ -185,6 +187,31 @@ def test_what_has_no_adapter_to_export_is_rejected(folder: Path, ranks: Any):
     seeded = train(ranks, folder, 1, "--training.steps=1", "--checkpoint.initial_load_path=none")
     with pytest.raises(ConfigError, match=r"its adapters belong to weights that were drawn from debug.seed"):
         export.run(seeded, folder / "out", None)
+
+
+def test_adapters_of_another_shape_are_rejected(folder: Path, ranks: Any):
+    path = train(ranks, folder, 1, "--training.steps=1")
+    state = json.loads((path / "state.json").read_text())
+    state["identity"]["lora.rank"] = 4
+    content = json.dumps(state).encode()
+    (path / "state.json").write_bytes(content)
+    change_manifest(path, lambda manifest: manifest["files"].update({"state.json": described(content)}))
+    with pytest.raises(ConfigError, match=r"the adapter of layers.0.attention.wq.weight has shapes \[\[32, 3\]"):
+        export.run(path, folder / "out", None)
+
+
+def described(content: bytes) -> dict[str, Any]:
+    """Return the entry of a JSON file in a manifest."""
+    return {"bytes": len(content), "xxh3_64": checksum(content)}
+
+
+@pytest.mark.nightly
+def test_a_base_is_merged_in_the_type_that_it_was_frozen_in(folder: Path, ranks: Any):
+    """A base of float32 numbers, frozen in bfloat16: merged weights are those of the adapted model."""
+    path = train(ranks, folder, 1, "--training.steps=2", "--lora.base_dtype=bfloat16")
+    weight = load_file(folder / "hf" / "model.safetensors")["model.norm.weight"]
+    assert torch.equal(merged(path).norm.weight, weight.bfloat16().double())
+    assert not torch.equal(merged(path).norm.weight, weight.double())
 
 
 @pytest.mark.nightly

@@ -1,5 +1,6 @@
 """Checkpoints of adapters alone (LoRA, techniques/lora.py): what identifies their base, and how they are merged."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -46,7 +47,7 @@ def hash_of_base(place: str) -> str:
 def lora_of(reader: CheckpointReader) -> Lora | None:
     """Return the section [lora] that a checkpoint was saved with; None if it has full weights."""
     identity, keys = reader.state["identity"], Lora.model_fields
-    if "lora.rank" not in identity:
+    if not identity.get("lora.rank"):
         return None
     return parse(Lora, {key: identity.get(f"lora.{key}") for key in keys}, f"{reader.path}: the section [lora]")
 
@@ -64,19 +65,37 @@ def base_of(reader: CheckpointReader) -> str:
     return place
 
 
+def adapters_of(reader: CheckpointReader, lora: Lora, shapes: Mapping[str, torch.Size]) -> dict[str, list[str]]:
+    """Return the names of A and B in a checkpoint, by the name of their base, whose shape is in `shapes`. Raises
+    ConfigError if they do not fit it."""
+    adapters = {}
+    for name, shape in shapes.items():
+        pair = [f"model.{name.removesuffix('.weight')}.{factor}" for factor in ("lora_a", "lora_b")]
+        if pair[0] in reader.shapes:
+            saved = [list(reader.shapes.get(each, ())) for each in pair]
+            expected = [[shape[-1], lora.rank], [shape[0], lora.rank]]
+            if saved != expected:
+                problem = f"the adapter of {name} has shapes {saved}, expected {expected}; it is of another model"
+                raise ConfigError([f"{reader.path}: {problem}"])
+            adapters[name] = pair
+    return adapters
+
+
 @torch.no_grad()
 def merge(reader: CheckpointReader, model: nn.Module) -> None:
-    """Add the adapters of a checkpoint to this rank's shards of their bases, W + alpha / rank B A, rounded once."""
+    """Round this rank's shards of a base as the training of adapters did, and add the adapters of a checkpoint, W +
+    alpha / rank B A, rounded once."""
     from titanlite.hf.load import local_indices  # imported here: hf/ imports this folder
 
-    lora = lora_of(reader)
-    adapted = {name.removesuffix(".lora_a") for name in reader.shapes if name.endswith(".lora_a")}
-    for name, parameter in model.named_parameters():
-        layer = f"model.{name.removesuffix('.weight')}"
-        if layer in adapted:
+    lora, parameters = lora_of(reader), dict(model.named_parameters())
+    adapters = adapters_of(reader, lora, {name: parameter.shape for name, parameter in parameters.items()})
+    dtype = next(dtype for name, dtype in reader.dtypes.items() if name.endswith(".lora_a"))
+    for name, parameter in parameters.items():
+        local = local_shard(parameter)
+        local.copy_(local.to(dtype if lora.base_dtype == "auto" else getattr(torch, lora.base_dtype)))
+        if name in adapters:
             rows, columns = (local_indices(parameter, dim) for dim in (0, 1))
-            a_IR, b_OR = (reader.read(f"{layer}.{key}") for key in ("lora_a", "lora_b"))
-            local = local_shard(parameter)
-            wide = torch.promote_types(a_IR.dtype, torch.float32)
+            a_IR, b_OR = map(reader.read, adapters[name])
+            wide = torch.promote_types(dtype, torch.float32)
             update = b_OR[rows].to(wide) @ a_IR[columns].to(wide).T * (lora.alpha / lora.rank)
             local.copy_(local.to(wide) + update.to(local.device))

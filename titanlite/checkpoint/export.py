@@ -20,6 +20,7 @@ Exit status: 0 written; 1 OUT cannot be written; 2 the checkpoint or an argument
 
 import errno
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def run(
     reader: Any = CheckpointReader(path)
     options = model_options(path, reader.state)
     kind = getattr(torch, dtype) if dtype else reader.dtypes[_first_weight(reader)]
-    if merge or "lora.rank" in reader.state["identity"]:
+    if merge or reader.state["identity"].get("lora.rank"):
         reader = _of_adapters(reader, options, out, kind, merge=merge)
         if reader is None:
             return
@@ -126,32 +127,27 @@ def _of_adapters(reader: Any, options: Model, out: Path, dtype: Any, *, merge: b
     if not (lora := lora_of(reader)):
         raise ConfigError([f"--merge: {reader.path} has full weights, and no adapters (LoRA); leave it out"])
     if merge:
-        return MergedReader(reader.path, options, dtype)
+        return _merged(reader.path, options, dtype)
     n_adapters = export_adapters(reader, options, lora, out, base=base_of(reader), dtype=dtype)
     print(f"wrote {out}: {reader.path.name}, {str(dtype).removeprefix('torch.')}, adapters for peft: {n_adapters}")
     return None
 
 
-class MergedReader:
-    """Reads weights with the adapters of a checkpoint merged, as CheckpointReader reads full weights. It needs the host
-    memory of the full model."""
+def _merged(path: Path, options: Model, dtype: Any) -> Any:
+    """Return weights with the adapters of a checkpoint merged, with `shapes` and `read` as a CheckpointReader has. It
+    takes the host memory of the full model."""
+    import torch
 
-    def __init__(self, path: Path, options: Model, dtype: Any):
-        import torch
+    from titanlite.build_llama import build_llama
+    from titanlite.checkpoint.loading import load_weights
+    from titanlite.checkpoint.tensors import model_tensors
 
-        from titanlite.build_llama import build_llama
-        from titanlite.checkpoint.loading import load_weights
-        from titanlite.checkpoint.tensors import model_tensors
-
-        model = build_llama(options, max_seq_len=1).to(dtype)
-        model.materialize(torch.device("cpu"))
-        load_weights(path, model, options)
-        self._tensors = model_tensors(model)
-        self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
-
-    def read(self, name: str) -> Any:
-        """Return a full tensor."""
-        return self._tensors[name]
+    model = build_llama(options, max_seq_len=1).to(dtype)
+    model.materialize(torch.device("cpu"))
+    load_weights(path, model, options)
+    tensors = model_tensors(model)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    return types.SimpleNamespace(shapes=shapes, read=tensors.__getitem__)
 
 
 def export_last_step(folder: Path, step: int, dtype: str) -> None:
@@ -161,7 +157,7 @@ def export_last_step(folder: Path, step: int, dtype: str) -> None:
 
     checkpoint, out = folder / f"step-{step}", folder / f"step-{step}-hf"
     if checkpoint.exists() and not out.exists():
-        merge = "lora.rank" in CheckpointReader(checkpoint).state["identity"]
+        merge = bool(CheckpointReader(checkpoint).state["identity"].get("lora.rank"))
         run(checkpoint, out, None if dtype == "auto" else dtype, merge=merge)
 
 

@@ -96,7 +96,7 @@ def load_weights(path: Path, model: nn.Module, options: Model) -> None:
             load_hf_weights(path, model, options)
         else:
             reader = CheckpointReader(path)
-    if not problems and not is_hf and "lora.rank" in reader.state["identity"]:
+    if not problems and not is_hf and reader.state["identity"].get("lora.rank"):
         from titanlite.checkpoint.adapters import base_of, merge  # imported here: few checkpoints have them
 
         with collected_problems() as problems:

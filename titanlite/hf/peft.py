@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from titanlite.checkpoint.adapters import adapters_of
 from titanlite.checkpoint.files import bytes_of
 from titanlite.checkpoint.manifest import DTYPE_NAMES
 from titanlite.config.loader import ConfigError
@@ -21,26 +22,23 @@ from titanlite.hf.names import hf_tensors, is_transposed, tensor_shapes, to_hf
 def export_adapters(reader: Any, options: Model, lora: Lora, out: Path, *, base: str, dtype: torch.dtype) -> int:
     """Write adapters and return their number. `base` is the folder of the base's weights, `reader` a CheckpointReader.
     Raises ConfigError if `out` exists, or the base's layer is only a part of a tensor in transformers."""
-    layers = [name.removesuffix(".lora_a") for name in reader.shapes if name.endswith(".lora_a")]
-    weights = {f"{layer.removeprefix('model.')}.weight": layer for layer in layers}
-    tensors, modules = dict[str, tuple[str, torch.Size]](), list[str]()
-    there = {
-        name: (names[0], ours) for names, ours in hf_tensors(options, tensor_shapes(options)).items() for name in ours
-    }
-    for name, layer in weights.items():
+    shapes, tensors, modules = tensor_shapes(options), dict[str, tuple[str, torch.Size]](), list[str]()
+    adapters = adapters_of(reader, lora, shapes)
+    there = {name: (names[0], ours) for names, ours in hf_tensors(options, shapes).items() for name in ours}
+    for name, pair in adapters.items():
         own, together = there[name]
         if len(together) > 1 or is_transposed(name, options):
             problem = f"{name}: {own} of transformers contains other weights too, or is transposed"
             raise ConfigError([f"{problem}, so peft has no such adapter; export the merged model with --merge"])
         modules.append(own.removesuffix(".weight"))
-        (n_inputs, rank), (n_outputs, _) = (reader.shapes[f"{layer}.{key}"] for key in ("lora_a", "lora_b"))
+        of_a, of_b = (reader.shapes[each] for each in pair)
         prefix = f"base_model.model.{modules[-1]}"
-        tensors[f"{prefix}.lora_A.weight"] = DTYPE_NAMES[dtype], torch.Size((rank, n_inputs))
-        tensors[f"{prefix}.lora_B.weight"] = DTYPE_NAMES[dtype], torch.Size((n_outputs, rank))
+        tensors[f"{prefix}.lora_A.weight"] = DTYPE_NAMES[dtype], of_a[::-1]
+        tensors[f"{prefix}.lora_B.weight"] = DTYPE_NAMES[dtype], of_b
 
     def contents() -> Iterator[memoryview]:
-        for name, layer in weights.items():
-            a_IR, b_OR = (reader.read(f"{layer}.{key}") for key in ("lora_a", "lora_b"))
+        for name, pair in adapters.items():
+            a_IR, b_OR = map(reader.read, pair)
             yield from (bytes_of(each.to(dtype).contiguous()) for each in (a_IR.T, to_hf([name], [b_OR], options)))
 
     short = {module.rpartition(".")[2] for module in modules}
@@ -52,4 +50,4 @@ def export_adapters(reader: Any, options: Model, lora: Lora, out: Path, *, base:
         }
         write_synced(folder / "adapter_config.json", json.dumps(config, indent=2).encode() + b"\n")
         safetensors.write(folder / "adapter_model.safetensors", tensors, contents(), metadata={"format": "pt"})
-    return len(weights)
+    return len(adapters)
