@@ -463,8 +463,9 @@ ADAPTERS = [
     PublicBug(
         "modelscope/ms-swift", 7786, "closed",
         "With LoRA and tensor parallel, the norm over all heads had the width of all heads, and its input of some.",
-        Mutant("techniques/norm_over_heads.py", "the norm over all heads is not sharded with them",
-               "        if tensor:\n", "        if tensor and False:\n",
+        Mutant("techniques/norm_over_heads.py", "the norm over all heads is over those of a rank",
+               "mean = wide.square().sum(-1, keepdim=True).redistribute(placements=[Replicate()]) / wide.shape[-1]",
+               "mean = DTensor.from_local(wide.to_local().square().mean(-1, keepdim=True), mesh, [Replicate()])",
                "tests/techniques/test_lora.py::test_layout_matches_reference[tp 2, norm over all heads]")),
 ]  # fmt: skip
 
