@@ -20,7 +20,7 @@ DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [README, *DOCS, *sorted((ROOT / "benchmarks").glob("*.md")), ROOT / "verification" / "README.md"]
 PAGES += [AGENTS := ROOT / "AGENTS.md"]
 PROSE_COLUMNS, README_LINES, AGENTS_LINES = 100, 200, 60
-MOST_PAGES, MOST_LINES = 23, 4938
+MOST_PAGES, MOST_LINES = 24, 5015
 """Of pages in docs/ that are written by hand. Commands write docs/reference/, docs/testing.md and docs/families.md."""
 
 FENCE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)

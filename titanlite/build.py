@@ -88,11 +88,15 @@ def build_stage(config: Config, layout: Layout, modules: Collection[str] | None,
     parallelism, training = config.parallelism, config.training
     stage = meta_model(config, modules)
     config.own.prepare(stage, config.model, training, parallelism)
+    full_model = functools.partial(meta_model, config)
+    if config.lora.rank:
+        from titanlite.techniques.lora import Adapters  # imported here: a plain run needs none of it
+
+        stage.adapters = Adapters(stage, config.lora, full_model)
     if config.float8.enable or config.int8.enable:
         from titanlite.techniques.low_precision import convert_linear_layers  # here, since a plain run needs none of it
 
-        degree = parallelism.tensor_parallel_degree
-        settings = {"model": functools.partial(meta_model, config), "tensor_parallel_degree": degree, "device": device}
+        settings = {"model": full_model, "tensor_parallel_degree": parallelism.tensor_parallel_degree, "device": device}
         convert_linear_layers(stage, config.float8, config.int8, **settings)
     if stage.output is not None:
         arguments = {"n_chunks": training.loss_chunks, "loss_parallel": not parallelism.disable_loss_parallel}
@@ -313,8 +317,7 @@ def build_checkpoints(run: Run) -> NoCheckpoints:
         return NoCheckpoints(checkpoint, trained)
     from titanlite.checkpoint.checkpointer import Checkpointer  # imported here: a run without checkpoints needs none
 
-    identity = {"seed": config.debug.seed, "data": run.data.identity, **config.model.identity()}
-    identity |= {"own.block": True} if config.own.block else {}
+    identity = {"seed": config.debug.seed, "data": run.data.identity, **config.identity()}
     identity |= {"mixture": run.data.train.identity} if config.training.datasets else {}
     may_differ = {"mixture"} if config.training.change_mixture_on_resume else set()
     options = identity, config.comm, may_differ, options_of_run(config), trained

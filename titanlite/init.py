@@ -47,7 +47,7 @@ def init_weights(model: Llama, *, seed: int, n_layers: int, device: torch.device
                 full.normal_(0.0, std, generator=_generator(seed, f"{name}.{first + index}", device))
                 local_shard(parameter)[index].copy_(full[of_expert])
             continue
-        is_zero = name.endswith(("bias", ".sinks"))
+        is_zero = name.endswith(("bias", ".sinks", ".lora_b"))
         start = 0.0 if is_zero else model.first_norm_weight
         full = torch.full(parameter.shape, start, dtype=torch.float32, device=device)
         if parameter.dim() == 2 and not is_zero:

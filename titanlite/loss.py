@@ -126,32 +126,29 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, n_chunks: int, chunk_loss: ChunkLoss
     ) -> tuple[Tensor, Tensor]:
         """Return the sum of the losses of all chunks, and the losses. Save the gradients of the sum for backward."""
-        weight_VD = weight_VD.detach().requires_grad_()
-        losses, grads_x, grad_weight_VD = [], [], None
+        weight_VD = weight_VD.detach().requires_grad_(ctx.needs_input_grad[1])
+        losses, grads_x, sums = [], [], list[Tensor]()  # sums: the gradient of the weight, if it is trained
+        wide = torch.promote_types(weight_VD.dtype, torch.float32)
         for x, targets in zip(x_ND.tensor_split(n_chunks), targets_N.tensor_split(n_chunks), strict=True):
             with torch.enable_grad():
                 x = x.detach().requires_grad_()
                 losses_of_chunk = chunk_loss(x, weight_VD, targets)
                 loss = losses_of_chunk.sum()
-            grad_x, grad_weight = torch.autograd.grad(loss, (x, weight_VD))
+            grad_x, *own = torch.autograd.grad(loss, (x, weight_VD)[: 1 + weight_VD.requires_grad])
             losses.append(losses_of_chunk.detach())
             grads_x.append(grad_x)
             # Summed in float32 or better: otherwise each chunk would add a rounding that one matrix product lacks.
-            if grad_weight_VD is None:
-                grad_weight_VD = grad_weight.to(torch.promote_types(weight_VD.dtype, torch.float32))
-            else:
-                grad_weight_VD += grad_weight
-        ctx.save_for_backward(torch.cat(grads_x), grad_weight_VD)
-        ctx.weight_dtype = weight_VD.dtype
+            sums = [a.add_(b) for a, b in zip(sums, own, strict=True)] if sums else [each.to(wide) for each in own]
+        ctx.save_for_backward(torch.cat(grads_x), *sums)
         losses_N = torch.cat(losses)
         ctx.mark_non_differentiable(losses_N)
         return losses_N.sum(), losses_N
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x_ND, grad_weight_VD = ctx.saved_tensors
-        products = _scaled(grad_x_ND, grad, grad_x_ND.dtype), _scaled(grad_weight_VD, grad, ctx.weight_dtype)
-        return *products, None, None, None
+        grad_x_ND, *of_weight = ctx.saved_tensors  # the weight has the data type of x
+        grads = [_scaled(each, grad, grad_x_ND.dtype) for each in (grad_x_ND, *of_weight)]
+        return grads[0], grads[1] if of_weight else None, None, None, None
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

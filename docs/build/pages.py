@@ -24,7 +24,7 @@ from docs.build.page_tables import with_table
 from tests import test_architecture, test_families, test_families_by_options
 from tests.helpers.cases import Case, marks_for
 from tests.parallel import test_layouts, test_parity
-from tests.techniques import test_ema, test_gpt_oss, test_mla, test_qk_clip
+from tests.techniques import test_ema, test_gpt_oss, test_lora, test_mla, test_qk_clip
 from tests.techniques.moe import test_moe
 from titanlite.launch.arguments import Parser
 from titanlite.launch.cli import COMMANDS
@@ -236,6 +236,8 @@ def tables() -> dict[str, tuple[Cases, set[str]]]:
         ("Low precision", test_layouts, test_layouts.LOW_PRECISION),
         ("Mixture of experts", test_moe, test_moe.LAYOUTS),
         ("Latent attention", test_mla, test_mla.LAYOUTS),
+        ("LoRA", test_lora, test_lora.LAYOUTS),
+        ("LoRA with bases of low precision", test_lora, test_lora.LOW_PRECISION),
         ("Biases, norms, head_dim and a window together", test_families, test_families.LAYOUTS),
         ("Families by options", by_options, families),
         ("gpt-oss", test_gpt_oss, test_gpt_oss.LAYOUTS),

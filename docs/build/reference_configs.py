@@ -18,8 +18,8 @@ from titanlite.tools.plan.result import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = (
-    *("llama2_7b", "llama3_8b", "llama2_13b", "llama_30b", "70b_a100", "70b", "175b_64", "175b", "175b_512"),
-    *("405b_512", "405b", "1t", "llama3_8b_256k", "llama3_8b_1m", "llama3_70b_1m", "moonlight_16b_a3b"),
+    *("llama2_7b", "llama3_8b", "llama2_13b", "llama_30b", "70b_a100", "70b_lora", "70b", "175b_64", "175b"),
+    *("175b_512", "405b_512", "405b", "1t", "llama3_8b_256k", "llama3_8b_1m", "llama3_70b_1m", "moonlight_16b_a3b"),
     *("mixtral_8x7b", "qwen3_30b_a3b", "gpt_oss_120b", "qwen3_235b_a22b", "deepseek_v2_236b", "deepseek_v3_671b"),
 )
 OPERATORS = "--activation_checkpoint.selective_ac_option=op"

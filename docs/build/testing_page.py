@@ -20,6 +20,7 @@ from verification.mutants.table import MUTANTS
 ROOT = Path(__file__).parents[2]
 PAGE, LOGS = ROOT / "docs" / "testing.md", ROOT / "benchmarks" / "logs"
 NIGHTLY = "pytest -m nightly"
+BUGS = ("public_bugs.log", "public_bugs_lora.log")
 
 
 class Evidence(NamedTuple):
@@ -104,9 +105,10 @@ def named_bugs() -> str:
 
 def caught_bugs() -> str:
     """Return how many mistakes of public bugs fail a test."""
-    caught, bugs = re.findall(r"\d+", (LOGS / "public_bugs.log").read_text().splitlines()[-1])
+    counts = [re.findall(r"\d+", each.read_text().splitlines()[-1]) for each in map(LOGS.joinpath, BUGS)]
+    caught, bugs = (sum(map(int, column)) for column in zip(*counts, strict=True))
     projects = len({bug.repository for bug in public_bugs.PUBLIC_BUGS})
-    assert int(bugs) == len(public_bugs.PUBLIC_BUGS), "public_bugs.log is of other bugs"
+    assert bugs == len(public_bugs.PUBLIC_BUGS), "public_bugs.log is of other bugs"
     return f"{caught} of {bugs}, of {projects} projects, fail the test that is named"
 
 
@@ -212,7 +214,7 @@ def evidence(layouts: Layouts, noticed: int) -> list[Evidence]:
         Evidence("bugs that `titanlite diff` must name", named_bugs(), "2026-11-25", "python -m tests.tools.diff.bugs",
                  log("injected_bugs.log")),
         Evidence("public bugs of other trainers, made here", caught_bugs(), "2026-11-25",
-                 "python -m verification.mutants.public_bugs", log("public_bugs.log")),
+                 "python -m verification.mutants.public_bugs", " ".join(map(log, BUGS))),
         Evidence("faults during a run", chaos(), "2026-11-22", "python -m verification.chaos --seed 1 --minutes 30",
                  " ".join(map(log, CHAOS))),
         Evidence("faults on 64 ranks, two cores", many_ranks(), "2026-11-25",

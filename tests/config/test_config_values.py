@@ -73,6 +73,7 @@ WRONG_VALUES = {
         "optimizer.muon_newton_schulz_steps = 0", "training.gc_freq = 0", "training.loss_scale_growth_interval = 0",
     ],
     "an integer >= 0": [
+        "lora.rank = -1",
         "model.sliding_window = -1", "model.sliding_window = true", "model.moe.n_experts = -1",
         "model.learned_positions = -1", "model.mla.kv_lora_rank = -1", "model.mla.q_lora_rank = 1.5",
         "model.moe.n_experts = true", "model.moe.n_shared_experts = -1", "model.moe.n_first_dense_layers = 1.5",
@@ -107,6 +108,7 @@ WRONG_VALUES = {
         "debug.seed = 18446744073709551616", "debug.seed = 9223372036854775808",
     ],
     "a finite number > 0": [
+        "lora.alpha = 0",
         "model.moe.score_scaling = 0", "model.embedding_scale = 0", "model.residual_scale = -1.0",
         "model.logits_scale = 0.0", "model.moe.swiglu_alpha = 0",
         "model.norm_eps = 0.0", "model.rope_theta = 0", "model.rope_low_freq_factor = 0.0",
@@ -188,6 +190,7 @@ WRONG_VALUES = {
     'one of "auto", "cpu", "flash", "cudnn", "efficient", "math"': [
         'training.attention_backend = "sdpa"', "training.attention_backend = true",
     ],
+    'one of "auto", "bfloat16", "float32"': ['lora.base_dtype = "int4"'],
     'one of "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"': ['float8.recipe = "blockwise"'],
     "an array of tables": [
         "training.datasets = 3", 'training.datasets = "a"', "training.datasets = [3]", "model.layer_pattern = [1]",
@@ -195,6 +198,7 @@ WRONG_VALUES = {
     "a list of numbers > 0": ["model.rope_short_factors = 3", "model.rope_long_factors = [0]"],
     "a list of strings": [
         'compile.components = "model"', "compile.components = [1]", "float8.filter_fqns = 3", "int8.filter_fqns = 3",
+        'lora.targets = "wq"',
         'validation.generate_prompts = "a"', "validation.generate_prompts = [1]",
         'float8.filter_fqns = "layers.0."', "float8.filter_fqns = [1]", 'float8.filter_fqns = [["layers.0."]]',
     ],
@@ -429,7 +433,7 @@ WRONG_INPUT = [
       'CLI: training.mixed_precision_param = "bf16": expected one of "auto", "bfloat16", "float32", "float64", '
       '"float16"; did you mean bfloat16?',
       'CLI: optimizer.name = "adamw": expected one of "AdamW", "Adam", "Muon"; did you mean AdamW?']),
-    ("", ("--lora.r=8",), ["CLI: --lora.r=8: an unknown section; --help lists every option"]),
+    ("", ("--peft.r=8",), ["CLI: --peft.r=8: an unknown section; --help lists every option"]),
     # a number from which another one beyond its bound follows
     ("", ("--model.dim=1099511627776",),
      ["CLI: model.dim = 1099511627776: expected an integer >= 1 and <= 2147483647"]),

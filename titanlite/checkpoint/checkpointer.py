@@ -80,6 +80,10 @@ class Checkpointer(NoCheckpoints):
     ):
         super().__init__(checkpoint, run)
         self.folder, self.identity = dump_folder / checkpoint.folder, identity
+        if "lora.rank" in identity:
+            from titanlite.checkpoint.adapters import hash_of_base  # imported here: few runs have adapters
+
+            self.identity = identity | {"lora.base": hash_of_base(checkpoint.initial_load_path)}
         self.may_differ, self.config, self.comm = may_differ, dict(config or {}), comm
         self.unconfirmed: list[int] = []
         """Steps of complete checkpoints that do not count as good yet."""
@@ -104,6 +108,8 @@ class Checkpointer(NoCheckpoints):
         mark("loading a checkpoint")
         if not (saved := self.resume(self.run.model, self.run.optimizer)):
             return super().begin(options, seed)
+        if "lora.rank" in self.identity:
+            self.load_initial(options)  # the frozen base, which the checkpoint lacks
         self._last_step = saved["step"]
         log_rank0(f"weights    resumed after step {self._last_step} of {self.run.steps} from {self.folder}")
         if saved["config"] and saved["config"] != self.config:

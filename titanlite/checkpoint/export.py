@@ -2,6 +2,7 @@
 
     titanlite export CHECKPOINT OUT [--dtype bfloat16] [--ema] [--tokenizer FOLDER] [--source FOLDER]
                                     [--max-seq-len N] [--verify]
+    titanlite export CHECKPOINT OUT --merge [...]         adapters (LoRA), merged into their base
 
 CHECKPOINT is a step-N folder, or the folder of a run's checkpoints, of which the newest is exported. OUT must not
 exist. It gets the weights as safetensors of at most 5 GB, config.json, generation_config.json, the tokenizer's files
@@ -15,11 +16,15 @@ states the training's sequence length, and the dtype is the checkpoint's.
 --verify has transformers load OUT, and compares its logits with the checkpoint's, block by block, in float64. It needs
 24 bytes of memory per parameter. If OUT exists, nothing is written, and it is compared.
 
+A checkpoint of adapters (LoRA) is exported in the format of peft, without a tokenizer, or merged with --merge, which
+needs the host memory of the full model.
+
 Exit status: 0 written, or equal; 1 OUT cannot be written, or differs; 2 the checkpoint or an argument is wrong.
 """
 
 import errno
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,7 +43,7 @@ EXPORT_DTYPES = ("bfloat16", "float32", "float16")
 def main(argv: list[str], verify: Callable[[Path, Path, bool], bool]) -> int:
     """Run `titanlite export`, and `verify` on the checkpoint and the folder if asked to. Returns the exit status."""
     usage = "titanlite export CHECKPOINT OUT [--dtype bfloat16|float32|float16] [--tokenizer FOLDER] [--source FOLDER]"
-    usage += " [--ema] [--max-seq-len N] [--verify]"
+    usage += " [--ema] [--max-seq-len N] [--merge] [--verify]"
     parser = Parser(usage, __doc__)
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a step-N folder, or the folder of several")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
@@ -49,6 +54,7 @@ def main(argv: list[str], verify: Callable[[Path, Path, bool], bool]) -> int:
     text = "folder of the model that the run started from; none: a new config.json"
     parser.add_argument("--source", metavar="FOLDER", help=text)
     parser.add_argument("--max-seq-len", type=count(), metavar="N", help="positions that config.json states")
+    parser.add_argument("--merge", action="store_true", help="merge adapters (LoRA) into their base")
     parser.add_argument("--verify", action="store_true", help="compare the folder with the checkpoint")
     arguments = parser.parse_args(argv)
     options, verifies = vars(arguments), vars(arguments).pop("verify")
@@ -70,21 +76,30 @@ def run(
     source: str | None = None,
     max_seq_len: int | None = None,
     ema: bool = False,
+    merge: bool = False,
 ) -> None:
     """Export a checkpoint and print what was written. Raises ConfigError if it cannot be exported."""
     import torch  # here, so that --help does not wait for it
 
+    from titanlite.checkpoint.adapters import base_of, lora_of
     from titanlite.checkpoint.average_reader import AverageReader
-    from titanlite.checkpoint.exported_files import model_card, tokenizer_files
+    from titanlite.checkpoint.exported_files import model_card
     from titanlite.checkpoint.initial_weights import step_folders
     from titanlite.checkpoint.reader import CheckpointReader
-    from titanlite.data.open import build_tokenizer
-    from titanlite.data.tokenizer import Rows
     from titanlite.hf.export import export
+    from titanlite.hf.peft import export_adapters
 
     path = step_folders(checkpoint)[-1]
-    reader = AverageReader(path) if ema else CheckpointReader(path)
+    reader: Any = AverageReader(path) if ema else CheckpointReader(path)
     options = model_options(path, reader.state)
+    own_dtype = reader.dtypes[_first_weight(reader)]
+    if (lora := lora_of(reader)) and not merge:
+        kind = getattr(torch, dtype) if dtype else own_dtype
+        n_adapters = export_adapters(reader, options, lora, out, base=base_of(reader), dtype=kind)
+        print(f"wrote {out}: {path.name}, {str(kind).removeprefix('torch.')}, adapters for peft: {n_adapters}")
+        return
+    if merge and not lora:
+        raise ConfigError([f"--merge: {path} has full weights, and no adapters (LoRA); leave it out"])
     config_file = config_file_of_run(path)
     config = read_config(config_file)
     released = folder_of_source(source, config)
@@ -95,17 +110,14 @@ def run(
         raise ConfigError([f"--max-seq-len: expected 1 or more, since there is no training.seq_len in {config_file}"])
     assets = value_of_run(config, "model", "hf_assets_path") if tokenizer is None else str(tokenizer)
     files = {"README.md": model_card(path, out.name, config, released)}
+    bos, eos, origin = None, None, f"none, since there is no model.hf_assets_path in {config_file}"
     if isinstance(assets, str):
-        rows = Rows(options.vocab_size, f"model.vocab_size = {options.vocab_size}", "name the run's with --tokenizer")
-        built, origin = build_tokenizer(assets).fit(rows), assets or "bytes, so there are no files of it"
-        if built.vocab_size > rows.n:
-            origin += f"; the model has no rows for its {built.vocab_size - rows.n} ids from {rows.n} on"
-        bos, eos = built.bos, built.eos
-        files |= tokenizer_files(built, max_seq_len) if assets else {}
-    else:
-        bos, eos, origin = None, None, f"none, since there is no model.hf_assets_path in {config_file}"
+        bos, eos, origin, own_files = _tokenizer(assets, options.vocab_size, max_seq_len)
+        files |= own_files
     dtype = dtype or before.get("dtype") or before.get("torch_dtype")
-    kind = getattr(torch, dtype) if dtype in EXPORT_DTYPES else reader.dtypes["model.tok_embeddings.weight"]
+    kind = getattr(torch, dtype) if dtype in EXPORT_DTYPES else own_dtype
+    if merge:
+        reader = _merged(path, options, kind)
     origins = {"source": released, "files": files, "bos": bos, "eos": eos}
     n_files = export(reader, options, out, dtype=kind, max_seq_len=max_seq_len, **origins)
     print(f"wrote {out}: {path.name}, {'EMA, ' * ema}{str(kind).removeprefix('torch.')}, safetensors files: {n_files}")
@@ -116,13 +128,51 @@ def run(
         print(f"config.json: that of {released}{', except for ' if changed else ''}{', '.join(changed)}")
 
 
+def _tokenizer(assets: str, vocab_size: int, max_seq_len: int) -> tuple[int | None, int, str, dict[str, Any]]:
+    """Return BOS, EOS, a description and the files to write of a tokenizer. Raises ConfigError if it does not fit."""
+    from titanlite.checkpoint.exported_files import tokenizer_files
+    from titanlite.data.open import build_tokenizer
+    from titanlite.data.tokenizer import Rows
+
+    rows = Rows(vocab_size, f"model.vocab_size = {vocab_size}", "name the run's with --tokenizer")
+    built, origin = build_tokenizer(assets).fit(rows), assets or "bytes, so there are no files of it"
+    if built.vocab_size > rows.n:
+        origin += f"; the model has no rows for its {built.vocab_size - rows.n} ids from {rows.n} on"
+    return built.bos, built.eos, origin, tokenizer_files(built, max_seq_len) if assets else {}
+
+
+def _first_weight(reader: Any) -> str:
+    """Return the name of a tensor whose data type all weights of a checkpoint, or all of its adapters, have."""
+    return next((name for name in reader.shapes if name.endswith(".lora_a")), "model.tok_embeddings.weight")
+
+
+def _merged(path: Path, options: Model, dtype: Any) -> Any:
+    """Return weights with the adapters of a checkpoint merged, with `shapes` and `read` as a CheckpointReader has. It
+    takes the host memory of the full model."""
+    import torch
+
+    from titanlite.build_llama import build_llama
+    from titanlite.checkpoint.loading import load_weights
+    from titanlite.checkpoint.tensors import model_tensors
+
+    model = build_llama(options, max_seq_len=1).to(dtype)
+    model.materialize(torch.device("cpu"))
+    load_weights(path, model, options)
+    tensors = model_tensors(model)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    return types.SimpleNamespace(shapes=shapes, read=tensors.__getitem__)
+
+
 def export_last_step(dump_folder: Path, options: Checkpoint) -> None:
     """Export the checkpoint of a run's last step, if there is one and it has not been exported, as step-N-hf in the
     folder of checkpoints. The run's config.toml has the step. Raises ConfigError if it cannot be exported."""
+    from titanlite.checkpoint.reader import CheckpointReader
+
     step = value_of_run(read_config(dump_folder / "config.toml"), "training", "steps")
     checkpoint, out = (dump_folder / options.folder / f"step-{step}{end}" for end in ("", "-hf"))
     if checkpoint.exists() and not out.exists():
-        run(checkpoint, out, None if options.export_dtype == "auto" else options.export_dtype)
+        merge = bool(CheckpointReader(checkpoint).state["identity"].get("lora.rank"))
+        run(checkpoint, out, None if options.export_dtype == "auto" else options.export_dtype, merge=merge)
 
 
 def folder_of_source(choice: str | None, config: dict[str, Any]) -> Path | None:

@@ -86,7 +86,8 @@ def _load(
 
 def load_weights(path: Path, model: nn.Module, options: Model) -> None:
     """Load the weights of a checkpoint, or of a Hugging Face folder, into plain tensors or this rank's shards. Every
-    rank must call it; a process without ranks may. `options` is the [model] section of the full model. Raises
+    rank must call it; a process without ranks may. `options` is the [model] section of the full model. Of a checkpoint
+    of adapters (LoRA), the base is loaded and the adapters are merged; the model's own adapters are left alone. Raises
     ConfigError if the folder is not complete, is damaged or is of another model."""
     with collected_problems() as problems:
         if is_hf := is_hugging_face(path):
@@ -95,8 +96,17 @@ def load_weights(path: Path, model: nn.Module, options: Model) -> None:
             load_hf_weights(path, model, options)
         else:
             reader = CheckpointReader(path)
-    if not problems and not is_hf:
-        problems = load_tensors(reader, model_tensors(model), {}, ("model.",))
+    if not problems and not is_hf and reader.state["identity"].get("lora.rank"):
+        from titanlite.checkpoint.adapters import base_of, merge  # imported here: few checkpoints have them
+
+        with collected_problems() as problems:
+            base = base_of(reader)
+        if not problems:
+            load_weights(Path(base), model, options)
+            with collected_problems() as problems:
+                merge(reader, model)
+    elif not problems and not is_hf:
+        problems = load_tensors(reader, model_tensors(model, of_base=True), {}, ("model.",))
     if problems:
         raise ConfigError(problems)
 

@@ -55,14 +55,17 @@ class NoCheckpoints:
         `options` is the [model] section, `seed` the seed of the initial weights, to be printed. Return the saved state
         with its `step`; without a checkpoint, an empty one. Raises ConfigError if it is damaged or does not fit."""
         mark("loading a checkpoint")
-        place, weights = self.checkpoint.initial_load_path, f"initial, by debug.seed = {seed}"
-        if place != SEEDED:
+        place = self.checkpoint.initial_load_path
+        self.load_initial(options)
+        log_rank0(f"weights    {f'initial, by debug.seed = {seed}' if place == SEEDED else f'loaded from {place}'}")
+        return {}
+
+    def load_initial(self, options: Model) -> None:
+        """Load the weights of checkpoint.initial_load_path, if it names any."""
+        if self.checkpoint.initial_load_path != SEEDED:
             from titanlite.checkpoint.loading import load_weights  # here, as few runs need it
 
-            load_weights(Path(place), self.run.model, options)
-            weights = f"loaded from {place}"
-        log_rank0(f"weights    {weights}")
-        return {}
+            load_weights(Path(self.checkpoint.initial_load_path), self.run.model, options)
 
     def finished_on_error(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that finishes an asynchronous save if its body raises."""

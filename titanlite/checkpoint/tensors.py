@@ -52,8 +52,13 @@ def is_on_first_rank(name: str, tensors: Mapping[str, Tensor]) -> bool:
     return not isinstance(tensor, DTensor) or not any(tensor.device_mesh.get_coordinate())
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {f"model.{name}": tensor for name, tensor in named_tensors(model).items()}
+def model_tensors(model: nn.Module, *, of_base: bool = False) -> dict[str, Tensor]:
+    """Return the tensors of a model that a checkpoint stores. Where weights are frozen, they are the adapters alone
+    (LoRA); `of_base`: all tensors except adapters."""
+    tensors = named_tensors(model)
+    adapters = {name for name in tensors if name.endswith((".lora_a", ".lora_b"))}
+    stored = tensors.keys() - adapters if of_base else adapters or tensors.keys()
+    return {f"model.{name}": tensor for name, tensor in tensors.items() if name in stored}
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:

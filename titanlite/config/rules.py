@@ -15,7 +15,18 @@ from titanlite.config.rules_data import data_rules, dataset_rules
 from titanlite.config.rules_families import family_rules
 from titanlite.config.rules_model import expert_rules, model_rules, size_rules
 from titanlite.config.rules_parallelism import context_rules, pipeline_rules, shard_rules, split_backward_rules
-from titanlite.config.schema import Checkpoint, Config, Ema, FaultTolerance, Float8, Mla, Moe, Optimizer, Precision
+from titanlite.config.schema import (
+    Checkpoint,
+    Config,
+    Ema,
+    FaultTolerance,
+    Float8,
+    Lora,
+    Mla,
+    Moe,
+    Optimizer,
+    Precision,
+)
 
 STATES, ROUNDING = "optimizer.state_dtype", "optimizer.stochastic_rounding"
 OFFLOAD, OFFLOAD_ALL = "optimizer.enable_cpu_offload", "training.enable_cpu_offload"
@@ -66,6 +77,7 @@ DEPENDENT_OPTIONS = [
     Dependent([*OF_MUON, QK_CLIP], keys.OPTIMIZER, on=("Muon",)),
     Dependent(_keys("ema", Ema.model_fields, "decay"), EMA, off=(0,)),
     Dependent(["ema.validation"], "validation.enable", on=(True,), off=(False,)),
+    Dependent(_keys("lora", Lora.model_fields, "rank"), "lora.rank", off=(0,)),
     Dependent(["int8.filter_fqns"], "int8.enable", on=(True,), off=(False,)),
     Dependent(["model.moe.balance_bias_rate"], "model.moe.balance_bias", on=(True,), off=(False,)),
     Dependent(["model.moe.swiglu_alpha"], "model.moe.swiglu_limit", off=(0,)),
@@ -101,6 +113,11 @@ EXCLUSIVE: list[tuple[str, Any, str, str]] = [
     (EMA, 0, GROUPS, f"the average is that of one group; set 0, {ALONE}"),
     ("ema.validation", False, PRECOMPUTED, f"the scales are those of the weights; set false, or {PRECOMPUTED} = false"),
     (PRECOMPUTED, False, GROUPS, f"the scales of weights that another group sends are not known; set false, {ALONE}"),
+    (EMA, 0, "lora.rank", "adapters have no average; set 0, or lora.rank = 0"),
+    (GROUPS, False, "lora.rank", "a group that returns gets all weights from another; set false, or lora.rank = 0"),
+    ("debug.fingerprint_freq", 0, "lora.rank", "fingerprints are those of full weights; set 0, or lora.rank = 0"),
+    ("model.new_tokens", "none", "lora.rank", 'the embedding is frozen; set "none", or lora.rank = 0'),
+    (GATHER, False, "lora.rank", "frozen weights are gathered in their own data type; set false, or lora.rank = 0"),
 ]
 """An option, its only value while another option is on, that other option, and the message."""
 
@@ -109,7 +126,7 @@ def between_options(config: Config, changed: set[str]) -> Rejections:
     """Return the problems between options. `changed` has the keys whose value is not the default."""
     reject = Rejections()
     of_sections = model_rules, family_rules, _dependent_options, dataset_rules, data_rules, _training_rules
-    of_numbers = _optimizer_rules, _low_precision_rules, _compile_rules, _fault_tolerance_rules
+    of_numbers = _optimizer_rules, _lora_rules, _low_precision_rules, _compile_rules, _fault_tolerance_rules
     of_layouts = size_rules, shard_rules, context_rules, expert_rules, split_backward_rules, pipeline_rules
     for rules in (*of_sections, *of_numbers, *of_layouts):
         rules(config, changed, reject)
@@ -183,6 +200,15 @@ def _optimizer_rules(config: Config, changed: set[str], reject: Rejections) -> N
         reject(keys.IMPLEMENTATION, f"the step with {OFFLOAD} is fused; remove it", OFFLOAD)
     if optimizer.name == "Muon":
         _muon_rules(config, reject)
+
+
+def _lora_rules(config: Config, changed: set[str], reject: Rejections) -> None:
+    if config.lora.rank and not config.lora.targets:
+        reject("lora.targets", 'expected names of linear layers, as ["wq", "wv"]', "lora.rank")
+    if config.lora.rank and config.optimizer.name == "Muon":
+        reject(keys.OPTIMIZER, 'an adapter is no matrix to orthogonalize; set "AdamW" or "Adam"', "lora.rank")
+    if config.lora.rank and config.model.moe.balance_bias and config.model.moe.balance_bias_rate:
+        reject("model.moe.balance_bias_rate", "LoRA freezes the routers; set 0", "lora.rank", "model.moe.balance_bias")
 
 
 def _muon_rules(config: Config, reject: Rejections) -> None:

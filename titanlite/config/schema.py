@@ -695,6 +695,19 @@ class Parallelism(Section):
         return self.data_parallel_shard_degree * self.ranks_per_shard
 
 
+class Lora(Section):
+    """LoRA fine-tuning (arXiv:2106.09685) of the weights in checkpoint.initial_load_path: docs/lora.md."""
+
+    rank: CountOrZero = 0
+    """Rank of the adapters, which alone are trained and saved; 0: no LoRA, and all weights are trained."""
+    alpha: Positive = 16.0
+    """The product of an adapter's matrices is multiplied by alpha / rank."""
+    targets: list[str] = Field(default=["wq", "wk", "wv", "wo", "w1", "w2", "w3"])
+    """Linear layers with adapters, by their names in a block or the ends of these: "wq" is "attention.wq"."""
+    base_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Data type of the frozen weights in memory; auto: training.dtype, which is that of the adapters."""
+
+
 class Float8(Section):
     enable: bool = False
     """Compute the matrix products of linear layers in 8-bit floating point."""
@@ -879,6 +892,7 @@ class Config(Section):
     lr_scheduler: LRScheduler = Field(default_factory=LRScheduler)
     ema: Ema = Field(default_factory=Ema)
     parallelism: Parallelism = Field(default_factory=Parallelism)
+    lora: Lora = Field(default_factory=Lora)
     float8: Float8 = Field(default_factory=Float8)
     int8: Int8 = Field(default_factory=Int8)
     activation_checkpoint: ActivationCheckpoint = Field(default_factory=ActivationCheckpoint)
@@ -902,6 +916,11 @@ class Config(Section):
         config = self.model_copy()
         config._own = own
         return config
+
+    def identity(self) -> dict[str, Any]:
+        """Return the options that a resumed run must share with the one that saved, except the seed."""
+        lora = {f"lora.{key}": value for key, value in self.lora.model_dump().items()} if self.lora.rank else {}
+        return {**self.model.identity(), **lora, **({"own.block": True} if self.own.block else {})}
 
     @property
     def initial_weights(self) -> str:

@@ -39,8 +39,7 @@ class Batch(NamedTuple):
 
     def to(self, device: torch.device) -> "Batch":
         """Return a copy on a device. The copy does not wait if this batch is in pinned memory."""
-        on_device = (tensor.to(device, non_blocking=True) for tensor in self[:3])
-        return Batch(*on_device, self.document_positions)
+        return Batch(*(tensor.to(device, non_blocking=True) for tensor in self[:3]), self.document_positions)
 
 
 class SequenceShard(NamedTuple):

@@ -76,9 +76,10 @@ def tensor_shapes(model: Model) -> dict[str, torch.Size]:
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of a model and the buffers that are weights in transformers."""
+    """Return the parameters of a model, except adapters, and the buffers that are weights in transformers."""
     biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith(BALANCE_BIAS)}
-    return {**dict(model.named_parameters()), **biases}
+    parameters = {name: each for name, each in model.named_parameters() if not name.endswith((".lora_a", ".lora_b"))}
+    return {**parameters, **biases}
 
 
 def _split(name: str) -> tuple[str, str, str]:

@@ -99,9 +99,10 @@ def describe_precision(config: Config) -> str:
     if config.ema.decay:
         states, size = f"{states}, EMA", size + max(4, getattr(torch, training.dtype).itemsize)
     rounding = " (stochastic rounding)" if config.optimizer.stochastic_rounding else ""
+    unit = "parameter of an adapter" if config.lora.rank else "parameter"
     return (
         f"weights {training.dtype}{rounding}, compute {training.mixed_precision_param}, gradients {training.dtype}, "
-        f"reduced in {training.mixed_precision_reduce}, {states}: {size:.4g} bytes per parameter"
+        f"reduced in {training.mixed_precision_reduce}, {states}: {size:.4g} bytes per {unit}"
     )
 
 
@@ -109,7 +110,9 @@ def optimization_summary(config: Config) -> list[str]:
     """Return a line for each technique that saves time or memory."""
     float8, checkpointing, chunks = config.float8, config.activation_checkpoint, config.training.loss_chunks
     option = f" {checkpointing.selective_ac_option}" * (checkpointing.mode == "selective")
+    lora = f"rank {config.lora.rank}, alpha {config.lora.alpha:g}, of {', '.join(config.lora.targets)}"
     lines = {
+        f"LoRA       {lora}": config.lora.rank > 0,
         f"float8     {float8.recipe}{', emulated' * float8.emulate}": float8.enable,
         "int8       products of linear layers, a scale per row and column": config.int8.enable,
         f"AC         {checkpointing.mode}{option}": checkpointing.mode != "none",

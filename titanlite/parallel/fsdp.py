@@ -74,20 +74,22 @@ def use_in_place(model: nn.Module, parallelism: Parallelism, training: Training)
     if training.mixed_precision_param != training.dtype or training.enable_cpu_offload:
         return
     shards = list(model.parameters())
+    param_dtype, reduce_dtype = (getattr(torch, name) for name in (training.dtype, training.mixed_precision_reduce))
     nothing = (shards[0]._local_tensor.new_empty(0),)
     for shard in shards:
         local, axes = shard._local_tensor, zip(shard.device_mesh.mesh_dim_names, shard.device_mesh.shape, strict=True)
-        if not hasattr(local, "fsdp_pre_all_gather") and all(n == 1 for name, n in axes if name.endswith("fsdp")):
+        is_plain = local.dtype == param_dtype and not hasattr(local, "fsdp_pre_all_gather")
+        if is_plain and all(n == 1 for name, n in axes if name.endswith("fsdp")):
             local.fsdp_pre_all_gather = lambda mesh: (nothing, None)
             local.fsdp_post_all_gather = lambda *_, out=None, own=local: (own, ()) if out is None else None
     # A reduction in a wider type rounds nothing in an accumulation step; over several, it is a sum in that type.
-    param_dtype, reduce_dtype = (getattr(torch, name) for name in (training.dtype, training.mixed_precision_reduce))
     widest = reduce_dtype if parallelism.fsdp_reduce_gradients == "every_accumulation_step" else param_dtype
     if parallelism.world_size == 1 and reduce_dtype == torch.promote_types(param_dtype, widest):
         for module in _units(model):
             module.unshard()
         for shard, weight in zip(shards, model.parameters(), strict=True):
-            weight.register_post_accumulate_grad_hook(functools.partial(_move_gradient, shard))
+            if weight.requires_grad:
+                weight.register_post_accumulate_grad_hook(functools.partial(_move_gradient, shard))
         reshard(model)
 
 

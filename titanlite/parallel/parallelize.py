@@ -62,6 +62,5 @@ def shard_weights(stage: Llama, tensor_mesh: DeviceMesh | None, expert_mesh: Dev
         from titanlite.parallel.tensor import apply_tensor_parallel
 
         apply_tensor_parallel(stage, tensor_mesh)
-    if tensor_mesh or expert_mesh:
-        for module in [module for module in stage.modules() if isinstance(module, ShardsWeights)]:
-            module.shard_weights(tensor_mesh, expert_mesh)
+    for module in [module for module in stage.modules() if isinstance(module, ShardsWeights)]:
+        module.shard_weights(tensor_mesh, expert_mesh)

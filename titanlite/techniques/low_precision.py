@@ -90,7 +90,7 @@ class LowPrecisionLinear(nn.Linear):
         weight_OI = self.weight
         if isinstance(weight_OI, DTensor):
             mesh, (placement,) = weight_OI.device_mesh, weight_OI.placements
-            inputs, input_gradient, output, weight_gradient = _placements(placement, x.dim() - 1)
+            inputs, input_gradient, output, weight_gradient = placements_of_products(placement, x.dim() - 1)
             local = x.redistribute(placements=[inputs]).to_local(grad_placements=[input_gradient])
             weight = weight_OI.to_local(grad_placements=[weight_gradient])
             out = DTensor.from_local(_Products.apply(local, weight, self.product), mesh, [output], run_check=False)
@@ -99,7 +99,7 @@ class LowPrecisionLinear(nn.Linear):
         return out if self.bias is None else out + self.bias
 
 
-def _placements(weight: Placement, last: int) -> tuple[Placement, Placement, Placement, Placement]:
+def placements_of_products(weight: Placement, last: int) -> tuple[Placement, Placement, Placement, Placement]:
     """Return a layer's placements of the input, its gradient, the output and the weight's gradient, given the placement
     of its weight [O, I]. `last` is the last dimension of the input."""
     if weight == Shard(0):  # column-wise

@@ -448,7 +448,28 @@ STATE = [
                "tests/hf/test_hf_export.py::test_a_checkpoint_of_a_sharded_run_is_exported[olmoe, ep]")),
 ]  # fmt: skip
 
-PUBLIC_BUGS = [*LOSSES, *NORMS, *PARALLEL, *VALIDATION, *DATA, *STATE]
+MERGED = "tests/techniques/test_lora_folders.py::test_adapters_are_merged_into_shards"
+ADAPTERS = [
+    PublicBug(
+        "NVIDIA-NeMo/Megatron-Bridge", 2193, "open",
+        "LoRA was not merged with tensor parallel above 1: adapters had another shape than the sharded weights.",
+        Mutant("checkpoint/adapters.py", "each tensor-parallel rank merges the first rows of B",
+               "update = b_OR[rows].to(wide)", "update = b_OR[: len(rows)].to(wide)", MERGED)),
+    PublicBug(
+        "axolotl-ai-cloud/axolotl", 3294, "open",
+        "LoRA was not merged into the weights of a run with FSDP2.",
+        Mutant("checkpoint/adapters.py", "each rank merges the first columns of A",
+               "a_IR[columns].to(wide).T", "a_IR[: len(columns)].to(wide).T", MERGED)),
+    PublicBug(
+        "modelscope/ms-swift", 7786, "closed",
+        "With LoRA and tensor parallel, the norm over all heads had the width of all heads, and its input of some.",
+        Mutant("techniques/norm_over_heads.py", "the norm over all heads is over those of a rank",
+               "mean = wide.square().sum(-1, keepdim=True).redistribute(placements=[Replicate()]) / wide.shape[-1]",
+               "mean = DTensor.from_local(wide.to_local().square().mean(-1, keepdim=True), mesh, [Replicate()])",
+               "tests/techniques/test_lora.py::test_layout_matches_reference[tp 2, norm over all heads]")),
+]  # fmt: skip
+
+PUBLIC_BUGS = [*LOSSES, *NORMS, *PARALLEL, *VALIDATION, *DATA, *STATE, *ADAPTERS]
 
 
 def table() -> str:

@@ -44,6 +44,7 @@ STEP_COSTS = f"{PARALLEL_TESTS}/test_step_costs.py"
 MIXTURE, STREAMING, BEST_FIT = (f"{DATA}/test_{name}.py" for name in ("mixture", "streaming", "best_fit"))
 MLA, SDC, LOSSES = f"{TECHNIQUES}/test_mla.py", f"{TECHNIQUES}/test_sdc.py", f"{DATA}/test_dataset_losses.py"
 PRODUCTS = f"{TECHNIQUES}/test_low_precision.py"
+LORA, LORA_FOLDERS = f"{TECHNIQUES}/test_lora.py", f"{TECHNIQUES}/test_lora_folders.py"
 REPLICAS = f"{TECHNIQUES}/replicas/test_fault_tolerance.py"
 BY_OPTIONS, RULES = "tests/test_families_by_options.py", "tests/config/test_rules_families.py"
 HF = "tests/hf/test_hf_load.py tests/hf/test_hf_export.py tests/hf/test_hf_names.py"
@@ -149,7 +150,7 @@ MODEL_AND_LOSS = [
     Mutant("loss.py", "each rank subtracts 1 at a target, also if another one has it",
            "-here_N.to(grad_NV.dtype)[:, None]", "-torch.ones_like(own_N, dtype=grad_NV.dtype)[:, None]", TP),
     Mutant("loss.py", "the output head's gradient is that of the last chunk",
-           "                grad_weight_VD += grad_weight\n", "                grad_weight_VD.copy_(grad_weight)\n",
+           "sums = [a.add_(b) for a, b in", "sums = [a.copy_(b) for a, b in",
            LAYOUT + " -k chunked"),
     Mutant("loss.py", "gradients of the last activations are not summed over the vocabulary's shards",
            "x_ND.to_local(grad_placements=[Partial()]), weight_VD.to_local()", "x_ND.to_local(), weight_VD.to_local()",
@@ -477,6 +478,19 @@ TECHNIQUES = [
     Mutant("techniques/low_precision.py", "a row-wise layer's input gradient is placed like a column-wise one's",
            "return Shard(last), Shard(last), Partial(), weight", "return Shard(last), Replicate(), Partial(), weight",
            LOW_PRECISION),
+    Mutant("techniques/lora.py", "the gradient of a factor that every rank has is not summed",
+           "factor.to_local(grad_placements=[Partial() if p.is_replicate() else p for p in factor.placements])",
+           "factor.to_local()", LORA),
+    Mutant("techniques/lora.py", "an adapter has no factor alpha / rank",
+           "lora.alpha / lora.rank)", "1.0)", LORA_FOLDERS),
+    Mutant("techniques/lora.py", "the base is trained, too",
+           "nn.Parameter(base, requires_grad=False)", "nn.Parameter(base)", LORA),
+    Mutant("checkpoint/checkpointer.py", "a resumed run has initial weights as the base of its adapters",
+           "            self.load_initial(options)  # the frozen", "            pass  # the frozen", LORA_FOLDERS),
+    Mutant("checkpoint/adapters.py", "adapters are merged into another base",
+           "    if saved != now:\n", "    if saved is now:\n", LORA_FOLDERS),
+    Mutant("hf/peft.py", "the rows of B have the order of a checkpoint, not of transformers",
+           "(a_IR.T, to_hf([name], [b_OR], options))", "(a_IR.T, b_OR)", LORA_FOLDERS),
     Mutant("techniques/sdc.py", "elements that change places have the same hash",
            "total += (chunk * odd).sum()", "total += chunk.sum(dtype=torch.int64)", SDC),
     Mutant("techniques/sdc.py", "gradients that differ the second time are no error",

@@ -33,6 +33,8 @@ class ShardableMixture(MixtureOfExperts):
 
     def shard_weights(self, tensor: DeviceMesh | None, expert: DeviceMesh | None) -> None:
         """See parallel/own_rules.py: without EP, experts are sharded over `tensor`."""
+        if not (tensor or expert):
+            return
         experts = self.experts
         outputs, inputs = (Shard(0), Shard(0)) if expert else (Shard(1), Shard(2))
         of_bias = {"w1_bias": outputs, "w2_bias": Shard(0) if expert else Replicate(), "w3_bias": outputs}
@@ -203,8 +205,9 @@ class _ExchangedExperts(torch.autograd.Function):
         arriving = exchange.send_rows(d_y_MD.contiguous())
         saved = ctx.keeper.saved_tensors
         weights, (scores, by_rank_M, by_expert, *rows) = saved[: ctx.n_weights], saved[ctx.n_weights :]
-        (w1, w2, w3, *biases), d_weights = weights, [torch.empty_like(weight) for weight in weights]
-        for_rows, for_weights = map(torch._C._will_engine_execute_node, (ctx.of_rows, ctx.of_weights))
+        nodes = ctx.of_rows, ctx.of_weights  # frozen weights have none
+        for_rows, for_weights = (node is not None and torch._C._will_engine_execute_node(node) for node in nodes)
+        (w1, w2, w3, *biases), d_weights = weights, list(map(torch.empty_like, weights)) if for_weights else weights
         sent, d_scores, n = [], [], len(w1)
         x_gate_up = rows[:n], rows[n : 2 * n], rows[2 * n :]
         of_expert = zip(arriving, *x_gate_up, exchange.of_own_experts(scores), w1, w2, w3, *d_weights, strict=True)

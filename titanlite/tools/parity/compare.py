@@ -86,7 +86,7 @@ def print_comparison(reference: Trace, layout: Trace, tolerances: dict[str, floa
         parameter = initial.removeprefix("initial weight ")
         final = f"final weight {parameter}"
         gradients = [name for name in actual if name.endswith(f" gradient {parameter}")]
-        largest = max(actual[name] for name in gradients)
+        largest = max((actual[name] for name in gradients), default=0.0)  # a frozen weight has none
         values = f"{actual[initial]:18.1e} {largest:18.1e} {actual[final]:11.1e}"
         print(f"{parameter:40} {values} {'':9}  {verdict(initial, *gradients, final)}")
     print(f"\n{conclusion}")

@@ -19,6 +19,7 @@ from titanlite.loss import IGNORED, TokenLoss, cross_entropy
 from titanlite.model import Documents
 from titanlite.optimizer import scale_gradients, set_lr
 from titanlite.techniques.data.own import open_own
+from titanlite.techniques.lora import Adapters
 
 Trace = dict[str, Tensor]
 """Results of training steps in order, as full tensors on the CPU: "initial weight NAME" for every parameter; for every
@@ -30,7 +31,8 @@ def trace_of(kind: str, tensors: dict[str, Tensor]) -> Trace:
     """Copy tensors to the CPU, all-gathered where they are sharded, under the names "KIND NAME"."""
     # DTensor warns that a gather over two mesh axes takes two collectives. The time does not matter here.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+    given = {name: t for name, t in tensors.items() if t is not None}  # a frozen weight has no gradient
+    full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in given.items()}
     return {f"{kind} {name}": tensor.detach().cpu().clone() for name, tensor in full.items()}
 
 
@@ -85,12 +87,16 @@ def token_losses(
 def run_reference(config: Config, device: torch.device, *, steps: int) -> Trace:
     """Take training steps of a resolved config in this process alone."""
     training, model = config.training, build.meta_model(config)
+    if config.lora.rank:
+        adapters = Adapters(model, config.lora, lambda: model)
     if config.float8.enable or config.int8.enable:
         from titanlite.techniques.low_precision import convert_linear_layers
 
         float8 = config.float8.model_copy(update={"enable_fsdp_float8_all_gather": False})
         degree = config.parallelism.tensor_parallel_degree
         convert_linear_layers(model, float8, config.int8, tensor_parallel_degree=degree, device=device)
+    if config.lora.rank:
+        adapters.shard_weights(None, None)
     model.materialize(device)
     init_weights(model, seed=config.debug.seed, n_layers=config.model.n_layers, device=device)
     optimizer = build.build_optimizer(config, model)

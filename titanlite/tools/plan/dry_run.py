@@ -55,7 +55,7 @@ class DryRun(NamedTuple):
             (Pass.BACKWARD, 0 to 2); the halves of a split backward with the number SPLIT (WEIGHT_GRADIENT has only the
             layers that were run); ("reduce",); ("update",); and ("muon", number, times), which is run `times` times.
         axes: axis and ranks of each process group, by the group's name.
-        gradients: bytes of a rank's reduced gradients, equal to those of its weights.
+        gradients: bytes of a rank's reduced gradients, equal to those of its trained weights.
         rotary: bytes of the rotary table, which all stages of a rank share.
         scale: the stage's weights over the weights of the layers that were run. The phases "reduce" and "update", which
             treat every weight, take this many times longer than was recorded.
@@ -207,7 +207,7 @@ def _update(config: Config, trace: OpTrace, stage: Llama, optimizer: Any, balanc
     """Run the end of a step, after its last backward: sums over ranks, clipping, optimizer step, balance of experts."""
     trace.mark("update")
     parameters = list(stage.parameters())
-    for parameter in parameters:
+    for parameter in (each for each in parameters if each.requires_grad):  # LoRA freezes weights
         for tensor in _local(parameter.grad):
             trace.allocation_of(tensor).kind = "gradients"
     options = {"device": CPU, "contributes_loss": True, "max_norm": config.training.max_norm, "balance": balance}
@@ -282,8 +282,8 @@ def _persistent(
     """Set the kind of all allocations that exist from step to step.
 
     Returns:
-        Their bytes by kind over all layers; the bytes of all weights, equal to those of gradients; the bytes of the
-        rotary table; and the scale, see DryRun.
+        Their bytes by kind over all layers; the bytes of all trained weights, equal to those of gradients; the bytes of
+        the rotary table; and the scale, see DryRun.
     """
     total, weights, of_run_layers, rotary = dict.fromkeys(KINDS, 0), 0, 0, 0
     parameters = dict(stage.named_parameters())
@@ -296,8 +296,8 @@ def _persistent(
             size = allocation.size * (1 + folded.copies if layer and int(layer[1]) in folded.repeated else 1)
             total[kind] += size
             if kind == "parameters" and name in parameters:
-                weights += size
-                of_run_layers += allocation.size
+                weights += size * parameters[name].requires_grad
+                of_run_layers += allocation.size * parameters[name].requires_grad
             if kind == "parameters" and name not in parameters:
                 allocation.maker = BUFFER
             rotary += allocation.size if name == "rope" else 0

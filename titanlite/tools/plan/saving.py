@@ -9,6 +9,7 @@ from titanlite import build
 from titanlite.config import Config
 from titanlite.config.schema import QUANTIZED_STATES
 from titanlite.metrics.devices import Device
+from titanlite.techniques.lora import Adapters
 from titanlite.tools.plan.efficiency import ANY
 
 
@@ -33,7 +34,10 @@ def saving(config: Config, device: Device, world_size: int, devices_per_node: in
     each other, so all ranks save equally much. Quantized optimizer states are saved in float32."""
     dtype, state = config.training.dtype, config.optimizer.state_dtype
     state = dtype if state == "auto" else "float32" if state in QUANTIZED_STATES else state
-    sizes, parallelism = build.parameter_sizes(config).values(), config.parallelism
+    model, parallelism = build.meta_model(config), config.parallelism
+    if config.lora.rank:  # a checkpoint has adapters alone
+        Adapters(model, config.lora, lambda: model).shard_weights(None, None)
+    sizes = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
     n_parameters, n_states = sum(sizes), 2 * sum(sizes)
     if config.optimizer.name == "Muon":
         from titanlite.tools.plan.muon_step import shapes_of_matrices  # imported here, since most plans do without

@@ -1,0 +1,101 @@
+"""Checkpoints of adapters alone (LoRA, techniques/lora.py): what identifies their base, and how they are merged."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import nn
+
+from titanlite.checkpoint.initial_weights import is_hugging_face
+from titanlite.checkpoint.manifest import read_manifest
+from titanlite.checkpoint.reader import CheckpointReader
+from titanlite.config.loader import ConfigError
+from titanlite.config.schema import SEEDED, Lora
+from titanlite.files.durable import parse
+from titanlite.parallel.shards import local_shard
+
+SAMPLES, SAMPLE = 64, 4096
+"""How many samples of each file of a Hugging Face folder are hashed, and the bytes of each."""
+
+
+def hash_of_base(place: str) -> str:
+    """Return a hash of the weights in a folder. A checkpoint's is that of its manifest, which has checksums of all
+    files; of a Hugging Face folder, sizes and samples of all files are hashed, the headers included. Raises ConfigError
+    if there is no such folder."""
+    if place == SEEDED:
+        return SEEDED
+    path = Path(place)
+    if not is_hugging_face(path):
+        return read_manifest(path).xxh3_64
+    from titanlite.hf.load import tensor_files  # imported here: hf/ imports this folder
+
+    digest = xxhash.xxh3_64()
+    for file in sorted(set(tensor_files(path).values())):
+        try:
+            with file.open("rb") as data:
+                size = file.stat().st_size
+                digest.update(f"{file.name} {size} ".encode())
+                for sample in range(SAMPLES):
+                    data.seek(sample * size // SAMPLES)
+                    digest.update(data.read(SAMPLE))
+        except OSError as error:
+            raise ConfigError([f"{file}: cannot be read: {error}"]) from None
+    return digest.hexdigest()
+
+
+def lora_of(reader: CheckpointReader) -> Lora | None:
+    """Return the section [lora] that a checkpoint was saved with; None if it has full weights."""
+    identity, keys = reader.state["identity"], Lora.model_fields
+    if not identity.get("lora.rank"):
+        return None
+    return parse(Lora, {key: identity.get(f"lora.{key}") for key in keys}, f"{reader.path}: the section [lora]")
+
+
+def base_of(reader: CheckpointReader) -> str:
+    """Return the folder of the base of adapters. Raises ConfigError if it has other weights now, or there is none."""
+    place = reader.state["config"].get("checkpoint.initial_load_path", SEEDED)
+    if place == SEEDED:
+        problem = "its adapters belong to weights that were drawn from debug.seed, which are in no folder"
+        raise ConfigError([f"{reader.path}: {problem}; train adapters of the weights in checkpoint.initial_load_path"])
+    saved, now = reader.state["identity"].get("lora.base"), hash_of_base(place)
+    if saved != now:
+        problem = f"{place}: has other weights than those that the adapters in {reader.path} belong to"
+        raise ConfigError([f"{problem} (hash {now}, expected {saved}); put those back there"])
+    return place
+
+
+def adapters_of(reader: CheckpointReader, lora: Lora, shapes: Mapping[str, torch.Size]) -> dict[str, list[str]]:
+    """Return the names of A and B in a checkpoint, by the name of their base, whose shape is in `shapes`. Raises
+    ConfigError if they do not fit it."""
+    adapters = {}
+    for name, shape in shapes.items():
+        pair = [f"model.{name.removesuffix('.weight')}.{factor}" for factor in ("lora_a", "lora_b")]
+        if pair[0] in reader.shapes:
+            saved = [list(reader.shapes.get(each, ())) for each in pair]
+            expected = [[shape[-1], lora.rank], [shape[0], lora.rank]]
+            if saved != expected:
+                problem = f"the adapter of {name} has shapes {saved}, expected {expected}; it is of another model"
+                raise ConfigError([f"{reader.path}: {problem}"])
+            adapters[name] = pair
+    return adapters
+
+
+@torch.no_grad()
+def merge(reader: CheckpointReader, model: nn.Module) -> None:
+    """Round this rank's shards of a base as the training of adapters did, and add the adapters of a checkpoint, W +
+    alpha / rank B A, rounded once."""
+    from titanlite.hf.load import local_indices  # imported here: hf/ imports this folder
+
+    lora, parameters = lora_of(reader), dict(model.named_parameters())
+    adapters = adapters_of(reader, lora, {name: parameter.shape for name, parameter in parameters.items()})
+    dtype = next(dtype for name, dtype in reader.dtypes.items() if name.endswith(".lora_a"))
+    for name, parameter in parameters.items():
+        local = local_shard(parameter)
+        local.copy_(local.to(dtype if lora.base_dtype == "auto" else getattr(torch, lora.base_dtype)))
+        if name in adapters:
+            rows, columns = (local_indices(parameter, dim) for dim in (0, 1))
+            a_IR, b_OR = map(reader.read, adapters[name])
+            wide = torch.promote_types(dtype, torch.float32)
+            update = b_OR[rows].to(wide) @ a_IR[columns].to(wide).T * (lora.alpha / lora.rank)
+            local.copy_(local.to(wide) + update.to(local.device))

@@ -1,0 +1,53 @@
+"""Writing the adapters of a checkpoint (LoRA) as a folder of Hugging Face's peft: adapter_config.json and
+adapter_model.safetensors. Rows of B are in the order that the base's rows have in transformers (names.py)."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titanlite.checkpoint.adapters import adapters_of
+from titanlite.checkpoint.files import bytes_of
+from titanlite.checkpoint.manifest import DTYPE_NAMES
+from titanlite.config.loader import ConfigError
+from titanlite.config.schema import Lora, Model
+from titanlite.files import safetensors
+from titanlite.files.durable import write_synced
+from titanlite.files.new_folder import new_folder
+from titanlite.hf.names import hf_tensors, is_transposed, tensor_shapes, to_hf
+
+
+def export_adapters(reader: Any, options: Model, lora: Lora, out: Path, *, base: str, dtype: torch.dtype) -> int:
+    """Write adapters and return their number. `base` is the folder of the base's weights, `reader` a CheckpointReader.
+    Raises ConfigError if `out` exists, or the base's layer is only a part of a tensor in transformers."""
+    shapes, tensors, modules = tensor_shapes(options), dict[str, tuple[str, torch.Size]](), list[str]()
+    adapters = adapters_of(reader, lora, shapes)
+    there = {name: (names[0], ours) for names, ours in hf_tensors(options, shapes).items() for name in ours}
+    for name, pair in adapters.items():
+        own, together = there[name]
+        if len(together) > 1 or is_transposed(name, options):
+            problem = f"{name}: {own} of transformers contains other weights too, or is transposed"
+            raise ConfigError([f"{problem}, so peft has no such adapter; export the merged model with --merge"])
+        modules.append(own.removesuffix(".weight"))
+        of_a, of_b = (reader.shapes[each] for each in pair)
+        prefix = f"base_model.model.{modules[-1]}"
+        tensors[f"{prefix}.lora_A.weight"] = DTYPE_NAMES[dtype], of_a[::-1]
+        tensors[f"{prefix}.lora_B.weight"] = DTYPE_NAMES[dtype], of_b
+
+    def contents() -> Iterator[memoryview]:
+        for name, pair in adapters.items():
+            a_IR, b_OR = map(reader.read, pair)
+            yield from (bytes_of(each.to(dtype).contiguous()) for each in (a_IR.T, to_hf([name], [b_OR], options)))
+
+    short = {module.rpartition(".")[2] for module in modules}
+    with new_folder(out) as folder:
+        config = {
+            **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True},
+            **{"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0, "bias": "none", "use_rslora": False},
+            "target_modules": sorted(modules if options.moe.n_experts else short),
+        }
+        write_synced(folder / "adapter_config.json", json.dumps(config, indent=2).encode() + b"\n")
+        safetensors.write(folder / "adapter_model.safetensors", tensors, contents(), metadata={"format": "pt"})
+    return len(adapters)

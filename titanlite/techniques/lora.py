@@ -1,0 +1,126 @@
+"""LoRA (low-rank adaptation, arXiv:2106.09685), for fine-tuning: weights are frozen, and targeted linear layers compute
+W x + alpha / rank B A x. Only the adapters A and B have gradients and optimizer states. There is no dropout.
+
+Tensor parallel shards an adapter with its base. Where W is sharded by rows (column-wise), so is B, and where it is
+sharded by columns (row-wise), so is A; the other factor is on every rank. So an adapter adds no collective to a forward
+or backward: the input is the base's, already gathered, and a partial sum joins the base's before its reduce-scatter.
+Only the gradient of the replicated factor is summed over ranks, which has rank x I or rank x O numbers.
+
+A is stored transposed, [I, R], since FSDP shards the first dimension, and R may be less than the number of ranks.
+
+Shapes: N tokens; I inputs and O outputs of a linear layer, R rank of the adapter.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from titanlite.config import ConfigError
+from titanlite.config.loader import show
+from titanlite.config.schema import Lora
+from titanlite.model import Llama
+from titanlite.parallel.own_rules import RunsUncompiled
+from titanlite.techniques.low_precision import placements_of_products
+
+FACTORS = ("lora_a", "lora_b")
+
+
+class Adapters(nn.Module):
+    """Adds the adapters of a model or a pipeline stage, and freezes its other weights. It is the last module of the
+    stage, so that its `shard_weights` (parallel/own_rules.py) sees the weights as tensor parallel has left them."""
+
+    def __init__(self, stage: Llama, lora: Lora, model: Callable[[], Llama]):
+        """Check the targets. `model()` returns the full model, of which `stage` may be a pipeline stage. Raises
+        ConfigError for a target that no layer has, or whose forward is not affine, and for a stage without targets."""
+        super().__init__()
+        self.lora, self.names = lora, list(_targets(stage, lora.targets))
+        self.stage = (stage,)  # a tuple, since an attribute would make the stage a module of its own module
+        if _without(self.names, lora.targets):  # other stages may have them
+            full = model()
+            layers = {name.rpartition(".")[2] for name, module in _modules(full) if isinstance(module, nn.Linear)}
+            expected = f"expected names of linear layers: {', '.join(sorted(layers))}"
+            missing = _without(list(_targets(full, lora.targets)), lora.targets)
+            if missing:
+                raise ConfigError([f"lora.targets: {show(each)}: no layer has it; {expected}" for each in missing])
+        if not self.names:
+            stages = "a pipeline stage has none of these layers; set targets that each stage has, or fewer stages"
+            raise ConfigError([f"lora.targets = {show(lora.targets)}: {stages}"])
+
+    def shard_weights(self, tensor: DeviceMesh | None, expert: DeviceMesh | None) -> None:
+        """Add the adapters, sharded as their bases are, and freeze the bases in lora.base_dtype."""
+        (stage,) = self.stage
+        for name in self.names:
+            add_adapter(stage.get_submodule(name), self.lora)
+        for module in stage.modules():
+            for key, parameter in list(module.named_parameters(recurse=False)):
+                if key not in FACTORS:
+                    base = parameter.detach()
+                    base = base if self.lora.base_dtype == "auto" else base.to(getattr(torch, self.lora.base_dtype))
+                    module.register_parameter(key, nn.Parameter(base, requires_grad=False))
+        stage.tie()
+
+
+def _modules(model: Llama) -> Iterator[tuple[str, nn.Module]]:
+    for layer, block in model.layers.items():
+        yield from ((f"layers.{layer}.{name}", module) for name, module in block.named_modules() if name)
+
+
+def _is(name: str, target: str) -> bool:
+    return f".{name}".endswith(f".{target}")
+
+
+def _without(names: list[str], targets: list[str]) -> list[str]:
+    """Return the targets that none of these names has."""
+    return [target for target in targets if not any(_is(name, target) for name in names)]
+
+
+def _targets(model: Llama, targets: list[str]) -> Iterator[str]:
+    """Yield the names of the modules that a target names. Raises ConfigError for one whose forward is not affine, or
+    that is computed with the experts."""
+    of_experts = [f"{name}." for name, module in _modules(model) if isinstance(module, RunsUncompiled)]
+    for name, module in _modules(model):
+        named = [target for target in targets if _is(name, target)]
+        if not named:
+            continue
+        problem = f"lora.targets: {show(named[0])}: {name} is a {type(module).__name__}"
+        if type(module).forward is not nn.Linear.forward:
+            raise ConfigError([f"{problem}, whose forward is not affine; name linear layers, as wq or feed_forward.w1"])
+        if name.startswith(tuple(of_experts)):
+            raise ConfigError([f"{problem} of a mixture of experts, which has no adapters; name attention's"])
+        yield name
+
+
+def add_adapter(layer: nn.Linear, lora: Lora) -> None:
+    """Add the adapter of a linear layer on the meta device, whose weight is a plain tensor or a DTensor."""
+    shapes = (layer.in_features, lora.rank), (layer.out_features, lora.rank)
+    factors = [torch.empty(shape, dtype=layer.weight.dtype, device="meta") for shape in shapes]
+    if isinstance(layer.weight, DTensor):
+        (placement,), mesh = layer.weight.placements, layer.weight.device_mesh
+        a, b = Shard(0) if placement == Shard(1) else Replicate(), Shard(0) if placement == Shard(0) else Replicate()
+        factors = [distribute_tensor(x, mesh, [p], src_data_rank=None) for x, p in zip(factors, (a, b), strict=True)]
+    for name, factor in zip(FACTORS, factors, strict=True):
+        layer.register_parameter(name, nn.Parameter(factor))
+    layer.forward = functools.partial(_adapted, layer, layer.forward, lora.alpha / lora.rank)
+
+
+def _adapted(layer: nn.Linear, base: Callable[[Tensor], Tensor], scale: float, x: Tensor) -> Tensor:
+    """Return the base's output [..., O] for x [..., I], with the adapter's added. With DTensors, each rank multiplies
+    its own shards, as LowPrecisionLinear does."""
+    a_IR, b_OR = layer.lora_a, layer.lora_b
+    if not isinstance(a_IR, DTensor):
+        return base(x) + F.linear(x @ a_IR * scale, b_OR)
+    mesh, (placement,) = layer.weight.device_mesh, layer.weight.placements
+    inputs, input_gradient, output, _ = placements_of_products(placement, x.dim() - 1)
+    local = x.redistribute(placements=[inputs]).to_local(grad_placements=[input_gradient])
+    own = F.linear(local @ _local(a_IR) * scale, _local(b_OR))
+    return base(x) + DTensor.from_local(own, mesh, [output], run_check=False)
+
+
+def _local(factor: DTensor) -> Tensor:
+    """Return this rank's shard of a factor. Where every rank has all of it, each has a partial sum of its gradient."""
+    return factor.to_local(grad_placements=[Partial() if p.is_replicate() else p for p in factor.placements])
