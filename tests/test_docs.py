@@ -20,11 +20,12 @@ DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [README, *DOCS, *sorted((ROOT / "benchmarks").glob("*.md")), ROOT / "verification" / "README.md"]
 PAGES += [AGENTS := ROOT / "AGENTS.md"]
 PROSE_COLUMNS, README_LINES, AGENTS_LINES = 100, 200, 60
-MOST_PAGES, MOST_LINES = 24, 5015
+MOST_PAGES, MOST_LINES = 24, 5040
 """Of pages in docs/ that are written by hand. Commands write docs/reference/, docs/testing.md and docs/families.md."""
 
 FENCE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 FRONT_MATTER = re.compile(r"\A---\n.*?^---\n\n", re.MULTILINE | re.DOTALL)
+WRITTEN = re.compile(r"^<!-- (\w+): begin -->\n.*?^<!-- \1: end -->\n", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 SECTIONS = {name: field.annotation for name, field in Config.model_fields.items()}
 OPTION = re.compile(rf"(?<![\w./])(?:--)?({'|'.join(SECTIONS)})\.(\w+)(?![\w./*])")
@@ -238,9 +239,11 @@ def test_the_commands_of_the_rules_in_short_exist():
 
 def pages_by_hand(pages: dict[str, str]) -> tuple[int, int]:
     """Return the number of the pages that are written by hand, and of their lines, of pages by their path in docs/. The
-    front matter, which has the tags for the site's search, is not counted."""
+    front matter, which has the tags for the site's search, is not counted, nor is what commands write of a page."""
     written = ("reference/", "testing.md", "families.md")
-    by_hand = [FRONT_MATTER.sub("", text) for path, text in pages.items() if not path.startswith(written)]
+    by_hand = [
+        WRITTEN.sub("", FRONT_MATTER.sub("", text)) for path, text in pages.items() if not path.startswith(written)
+    ]
     return len(by_hand), sum(text.count("\n") for text in by_hand)
 
 
@@ -254,7 +257,8 @@ def test_the_pages_are_few_and_short():
 def test_pages_and_lines_by_hand_are_counted():
     pages = {"data.md": "---\ntags: [a]\n---\n\na\nb\n", "tutorials/a.md": "a\n"}
     pages |= {"reference/config.md": "a\n", "testing.md": "a\n"}
-    assert pages_by_hand(pages) == (2, 3)
+    pages["plan.md"] = "a\n<!-- table: begin -->\nwritten\n<!-- table: end -->\nb\n"
+    assert pages_by_hand(pages) == (3, 5)
 
 
 # What commands write
