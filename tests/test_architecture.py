@@ -50,7 +50,7 @@ HEART = (
 # asynchronous checkpoints.
 LINES_OF_A_RANK_OF_MANY_TECHNIQUES = 11_650
 LINES_OF_A_DEBUG_RUN, LINES_WITH_A_TOKEN_CACHE = 10_300, 9_950
-LINES_OF_THE_PACKAGE = 30_122
+LINES_OF_THE_PACKAGE = 30_111
 CEILINGS = {
     "heart": 3508,
     "config": 2758,
@@ -58,7 +58,7 @@ CEILINGS = {
     "data": 2273,
     "checkpoint": 1723,
     "launch": 2074,
-    "metrics": 850,
+    "metrics": 839,
     "files": 321,
     "hf": 879,
     "techniques": 4668,

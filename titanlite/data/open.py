@@ -121,9 +121,9 @@ def pack_once(cache: TokenCache, split: Split, tokenizer: Tokenizer, training: T
     """Return the packed sequences of a split that is read once, in order."""
     if training.packing == "concatenate":
         return ValidationSequences(cache.tokens(split), tokenizer, training.seq_len)
-    from titanlite.techniques.data.best_fit import BestFitValidation, open_best_fit
+    from titanlite.techniques.data.best_fit import open_best_fit
 
-    return BestFitValidation(open_best_fit(cache, split, training, builds_cache=cache.is_builder))
+    return open_best_fit(cache, split, training, builds_cache=cache.is_builder)
 
 
 def token_caches(training: Training, validation: Validation) -> Iterator[CacheOfRun]:

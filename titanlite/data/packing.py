@@ -56,7 +56,7 @@ class Mixture(Sequences, Protocol):
 
 
 class SplitSequences(Protocol):
-    """A validation split, read once and in order: ValidationSequences, BestFitValidation or MixedValidation."""
+    """A validation split, read once and in order: ValidationSequences, BestFit or MixedValidation."""
 
     n_sequences: int
 

@@ -10,13 +10,11 @@ import platform
 import time
 from pathlib import Path
 
-import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.histogram_pb2 import HistogramProto
-from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-from tensorboard.compat.proto.tensor_pb2 import TensorProto
-from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
+from torch import Tensor
+from torch.utils.tensorboard import summary
 
 from titanlite.files.appended_file import AppendedFile
 
@@ -46,19 +44,10 @@ class EventFile:
         scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         self._write(Event(step=step, summary=Summary(value=scalars)))
 
-    def add_histogram(self, tag: str, values: list[float], step: int) -> None:
+    def add_histogram(self, tag: str, values: Tensor, step: int) -> None:
         """Write the distribution of some numbers, in 30 intervals of the same width."""
-        counts, bounds = np.histogram(values, bins=30)
-        histogram = HistogramProto(
-            min=min(values), max=max(values), num=len(values), sum=sum(values), sum_squares=np.square(values).sum(),
-            bucket_limit=bounds[1:].tolist(), bucket=counts.tolist(),
-        )  # fmt: skip
-        self._write(Event(step=step, summary=Summary(value=[Summary.Value(tag=tag, histo=histogram)])))
+        self._write(Event(step=step, summary=summary.histogram(tag, values, bins=30)))
 
     def add_text(self, tag: str, text: str, step: int = 0) -> None:
         """Write a text, which is shown as Markdown."""
-        metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
-        shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
-        tensor = TensorProto(dtype="DT_STRING", string_val=[text.encode("utf-8", "replace")], tensor_shape=shape)
-        value = Summary.Value(tag=f"{tag}/text_summary", metadata=metadata, tensor=tensor)
-        self._write(Event(step=step, summary=Summary(value=[value])))
+        self._write(Event(step=step, summary=summary.text(tag, text)))

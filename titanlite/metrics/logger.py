@@ -182,7 +182,7 @@ class MetricsLogger(Logger):
     def log(self, step: int, values: Mapping[str, Any], seconds_per_step: float) -> None:
         """Write values by tag to all three places. In metrics.jsonl, values that are not finite are null. A tensor is a
         histogram in TensorBoard."""
-        histograms = {tag: value.tolist() for tag, value in values.items() if isinstance(value, Tensor)}
+        histograms = {tag: value for tag, value in values.items() if isinstance(value, Tensor)}
         values = {tag: value for tag, value in values.items() if tag not in histograms}
         if not values:
             return

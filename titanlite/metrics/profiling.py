@@ -2,23 +2,18 @@
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from titanlite.config.schema import Job, Profiling
 
-StepDone = Callable[[int], None]  # called after each step with its number
 
-
-@contextmanager
-def profilers(job: Job, profiling: Profiling, rank: int) -> Iterator[StepDone]:
-    """Run the enabled profilers; yield a function to call after each step."""
+def profilers(job: Job, profiling: Profiling, rank: int) -> AbstractContextManager[Callable[[int], None]]:
+    """Return a context that runs the enabled profilers, and yields a function to call with each step's number."""
     if not (profiling.enable_profiling or profiling.enable_memory_snapshot):
-        yield lambda step: None
-        return
+        return nullcontext(lambda step: None)
     from titanlite.metrics.profilers import run_profilers  # imported here, since few runs are profiled
 
-    with run_profilers(job, profiling, rank) as step_done:
-        yield step_done
+    return run_profilers(job, profiling, rank)
 
 
 @contextmanager

@@ -108,7 +108,7 @@ def describe(config: Config, cache: TokenCache, split: Split) -> str:
         from titanlite.techniques.data.best_fit import open_best_fit
 
         packing = open_best_fit(cache, split, training, builds_cache=True)
-        sequences, how = len(packing), f"{packing.summary}; "
+        sequences, how = packing.n_sequences, f"{packing.summary}; "
     if not sequences:
         problem = f"training.seq_len = {training.seq_len}: the dataset has {line}, too few for a packed sequence"
         raise ConfigError([f"{problem}; set it lower, or train on more text"])

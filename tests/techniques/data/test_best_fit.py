@@ -264,7 +264,7 @@ def test_the_validation_split_is_packed_once_and_padded(options):
     _, validation, _ = opened(options, {"enable": True, "fraction": 0.25})
     sequences = [as_lists(validation[index]) for index in range(validation.n_sequences)]
     n_targets = sum(target != IGNORED for _, targets, _ in sequences for target in targets)
-    cache = validation.packing.cache
+    cache = validation.cache
     shards = cache.index.shards
     assert n_targets == sum(shard.validation_tokens - shard.validation_documents for shard in shards) > 0
     assert set(as_lists(validation[validation.n_sequences])[1]) == {IGNORED}
@@ -298,7 +298,7 @@ def best_fit_of(options: dict[str, Any], **changed: Any) -> BestFit:
 
 
 def all_of(packing: BestFit) -> list[Any]:
-    return [as_lists(packing[index]) for index in range(len(packing))]
+    return [as_lists(packing[index]) for index in range(packing.n_sequences)]
 
 
 def test_tables_are_written_once_and_read_by_other_ranks(options, monkeypatch):
@@ -361,4 +361,4 @@ def test_tokenize_says_what_packing_does(options):
         training__global_batch_size=4,
     )
     line = describe(config, packing.cache, "train")
-    assert f"{packing.summary}; an epoch has {len(packing):,} packed sequences of {T} tokens" in line
+    assert f"{packing.summary}; an epoch has {packing.n_sequences:,} packed sequences of {T} tokens" in line

@@ -23,7 +23,7 @@ from titanlite.config.loader import ConfigError, show
 from titanlite.config.regular_file import open_file
 from titanlite.config.schema import Training
 from titanlite.data import token_shards
-from titanlite.data.packing import PADDING, PackedSequences, Sequence, ValidationSequences, positions_in_documents
+from titanlite.data.packing import PADDING, PackedSequences, Sequence, positions_in_documents
 from titanlite.data.token_shards import DamagedShardError, RecordWithChecksum, Split, TokenCache
 from titanlite.files.durable import Checksum, Int63, Record, cannot_read, checksum, replace_file
 from titanlite.launch.progress import progress
@@ -246,16 +246,17 @@ class BestFit:
         full = np.flatnonzero(chunks[:, 1] == self.seq_len + 1)
         return np.delete(chunks, [row for row in full.tolist() if not has_target(*chunks[row].tolist())], axis=0)
 
-    def __len__(self) -> int:
+    @property
+    def n_sequences(self) -> int:
         return int(self._ends[-1])
 
     def __str__(self) -> str:
-        return f"{len(self):,} packed sequences per epoch, {self.summary}"
+        return f"{self.n_sequences:,} packed sequences"
 
     @property
     def summary(self) -> str:
         """Return a line with the share of padding and what became of long documents."""
-        padding = 1 - self.index.tokens / max(len(self) * (self.seq_len + 1), 1)
+        padding = 1 - self.index.tokens / max(self.n_sequences * (self.seq_len + 1), 1)
         documents = "documents" if self.long == "split" else "conversations"
         done = {"drop": "dropped", "truncate": "truncated"}.get(self.long, "split")
         return (
@@ -271,7 +272,7 @@ class BestFit:
     def __getitem__(self, index: int) -> Sequence:
         """Return a sequence; past the end, one of padding only. If the packing table is damaged, removes packing.json,
         so that the next start packs again, and raises TrainingError."""
-        if index >= len(self):
+        if index >= self.n_sequences:
             return lay_out([], self.seq_len, 0)
         number = int(np.searchsorted(self._ends, index, side="right"))
         position = index - int(self._ends[number - 1] if number else 0)
@@ -309,7 +310,7 @@ class BestFitSequences(PackedSequences):
     """The training split as an endless order of sequences that best-fit packing has made."""
 
     def __init__(self, packing: BestFit, training: Training, *, seed: int):
-        self.packing, self.shuffle, self.seed, self.n_sequences = packing, training.shuffle, seed, len(packing)
+        self.packing, self.shuffle, self.seed, self.n_sequences = packing, training.shuffle, seed, packing.n_sequences
         self.seq_len = packing.seq_len
         if not self.n_sequences:
             most = f"{self.seq_len + 1:,} tokens"
@@ -320,19 +321,8 @@ class BestFitSequences(PackedSequences):
             )
 
     def __str__(self) -> str:
-        return str(self.packing)
+        return f"{self.packing} per epoch, {self.packing.summary}"
 
     def sequence(self, position: int) -> Sequence:
         """Return a sequence by its position in an epoch without shuffle."""
         return self.packing[position]
-
-
-class BestFitValidation(ValidationSequences):
-    """The validation split, once and in order, in the sequences that best-fit packing has made."""
-
-    def __init__(self, packing: BestFit):
-        self.packing, self.n_sequences = packing, len(packing)
-
-    def __getitem__(self, index: int) -> Sequence:
-        """Return the sequence with this index; past the end, one of padding only."""
-        return self.packing[index]

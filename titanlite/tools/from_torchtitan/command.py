@@ -1,7 +1,6 @@
 """Convert a TOML file of torchtitan 0.2, and list what became of each key."""
 
 from pathlib import Path
-from typing import Any
 
 import tomli_w
 from rich import box
@@ -10,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from titanlite.config import ConfigError, load_values
-from titanlite.config.loader import print_problems, read_toml, sections_of, show
+from titanlite.config.loader import parse_toml, print_problems, read_toml, sections_of, show
 from titanlite.config.schema import Config
 from titanlite.tools.from_torchtitan.conversion import (
     DEFAULT,
@@ -100,15 +99,8 @@ def header(source: str, rows: list[Row], problems: list[str]) -> list[str]:
 
 def problems_of(conversion: Conversion, name: str) -> list[str]:
     """Return what is wrong with the config, one line each."""
-    values: dict[str, Any] = {}
-    for option, (value, _) in conversion.options.items():
-        *sections, key = option.split(".")
-        inner = values
-        for section in sections:
-            inner = inner.setdefault(section, {})
-        inner[key] = value
     try:
-        load_values(values, name, [])
+        load_values(parse_toml(toml_of(conversion, [])), name, [])
     except ConfigError as error:
         return error.problems
     return []

@@ -5,7 +5,7 @@ titanlite's default differs, torchtitan's is written, too.
 """
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,21 +20,31 @@ OPTIONS = options_of(Config)
 LARGEST = 2**53
 """Above any number in a config that a run can read."""
 _TABLES = read_toml(str(Path(__file__).with_name("keys.toml")))
-DETAIL = object()
-"""The `off` value of a key that is read only with another key. If that key is on, the listing has it anyway."""
 
 
 class Missing(NamedTuple):
-    """A key without an option, the value of it with which nothing is lost, and the reason."""
+    """A key without an option, and the reason. With the value `off` nothing is lost. A key without `off` is read only
+    with another key, which the listing has if it is on."""
 
     reason: str
-    off: Any = DETAIL
+    off: Any = None
+
+
+class Note(NamedTuple):
+    """A text about keys that the file sets, and the values of keys with which it is shown, or is not."""
+
+    keys: list[str]
+    text: str
+    status: str = MEANING_CHANGED
+    when: Mapping[str, Any] = {}
+    unless: Mapping[str, Any] = {}
 
 
 SAME = [f"{section}.{name}" for section, names in _TABLES["same"].items() for name in names]
 """Keys with an option of the same name."""
-CHANGED: dict[str, str] = _TABLES["changed"]
-"""Keys whose option of the same name means something else, with the difference."""
+NOTES = [Note(**values) for values in _TABLES["notes"]]
+DATASETS: dict[str, dict[str, Any]] = _TABLES["datasets"]
+"""Our options, by torchtitan's name of the dataset."""
 DEFAULTS: dict[str, Any] = _TABLES["defaults"]
 """torchtitan's defaults of keys whose option has another default or none."""
 NOT_OFFERED = {key: Missing(**values) for key, values in _TABLES["not_offered"].items()}
@@ -114,6 +124,10 @@ class Conversion:
         if key in self.values:
             self.note(key, text, status)
 
+    def have(self, values: Mapping[str, Any]) -> bool:
+        """Return whether all these keys have these values."""
+        return all(show(self.get(key)) == show(value) for key, value in values.items())
+
     def unread(self, keys: list[str], reason: str) -> None:
         """List keys that torchtitan does not read either, because of another key."""
         for key in keys:
@@ -149,8 +163,8 @@ class Conversion:
         matters = status != NOT_READ
         if status is None and key in NOT_OFFERED:
             missing = NOT_OFFERED[key]
-            is_off = missing.off is not DETAIL and self.values[key] == missing.off
-            matters = missing.off is not DETAIL and not is_off
+            is_off = self.values[key] == missing.off
+            matters = missing.off is not None and not is_off
             status, notes = MISSING, [missing.reason + " (nothing is lost with this value)" * is_off, *notes]
         elif status is None and not lines:
             status, notes = UNKNOWN, [f"no key of torchtitan that titanlite knows{hint(key)}"]

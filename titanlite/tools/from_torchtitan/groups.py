@@ -8,10 +8,11 @@ from titanlite.config.loader import show
 from titanlite.config.model_sizes import SIZES
 from titanlite.config.stage_split import ONE_STAGE, Schedule
 from titanlite.tools.from_torchtitan.conversion import (
-    CHANGED,
+    DATASETS,
     DEEPSEEK_ORIGINAL_SEQ_LEN,
     MISSING,
     MODELS,
+    NOTES,
     OPTIONS,
     RENAMED,
     SAME,
@@ -23,11 +24,6 @@ from titanlite.tools.from_torchtitan.conversion import (
 MODEL, FLAVOR, ASSETS = "model.name", "model.flavor", "model.hf_assets_path"
 FLOAT8, MX = "quantize.linear.float8", "quantize.linear.mx"
 PIPELINE = "parallelism.pipeline_parallel_degree"
-INITIAL_WEIGHTS = [f"checkpoint.initial_load_{key}" for key in ("path", "in_hf", "model_only", "in_hf_quantized")]
-HUB_C4 = {"c4": "train", "c4_validation": "validation"}
-"""The split of allenai/c4 to read, by torchtitan's name of the dataset."""
-C4_TEST = "tests/assets/c4_test"
-"""Folder of the dataset c4_test in torchtitan's repository."""
 
 
 def convert(values: dict[str, Any]) -> Conversion:
@@ -35,10 +31,12 @@ def convert(values: dict[str, Any]) -> Conversion:
     conversion = Conversion(values)
     for key in SAME:
         conversion.put(key, conversion.get(key), key)
-        if key in CHANGED:
-            conversion.note_if_set(key, CHANGED[key])
-    groups = _model, _schedule, _data, _validation, _activation_checkpoint, _float8, _pipeline, _experts
-    for group in (*groups, _replica_groups, _checkpoint):
+    for note in NOTES:
+        if conversion.have(note.when) and not (note.unless and conversion.have(note.unless)):
+            for key in note.keys:
+                conversion.note_if_set(key, note.text, note.status)
+    groups = _model, _schedule, _data, _validation, _activation_checkpoint, _float8, _pipeline, _experts, _checkpoint
+    for group in groups:
         group(conversion)
     conversion.finish()
     return conversion
@@ -46,7 +44,6 @@ def convert(values: dict[str, Any]) -> Conversion:
 
 def _model(to: Conversion) -> None:
     name, flavor, path = to.get(MODEL), to.get(FLAVOR), to.get(ASSETS)
-    to.put(ASSETS, path, ASSETS)
     if isinstance(path, str) and path.endswith("tokenizer.model"):
         to.note(ASSETS, "titanlite does not read this format: name a tokenizer.json, or its folder")
     elif isinstance(path, str) and not Path(path).is_absolute():
@@ -115,32 +112,24 @@ def _data(to: Conversion) -> None:
         to.put("training.streaming_shards", math.ceil(shards / degree) * degree, key)
     if "dataset_path" not in options:
         to.note_if_set("training.dataset_path", "empty: the dataset's own path", TAKEN)
-    if kind not in (*HUB_C4, "c4_test"):
+    if kind not in DATASETS:
         to.note(key, "of torchtitan's datasets c4, c4_validation and c4_test are known; see training.dataset", MISSING)
     elif kind == "c4_test" and not path:
         to.note(key, "relative to torchtitan's repository; set training.dataset_path to where it is")
-    elif kind in HUB_C4:
+    elif kind != "c4_test":
         to.note(key, "the same documents, in another order: titanlite's does not depend on the number of ranks")
 
 
 def _dataset(kind: str, path: Any) -> dict[str, Any]:
     """Return the options of a dataset by its name in torchtitan. An unknown name is kept, and the schema reports it."""
-    if kind == "c4_test":
-        return {"dataset": "json", "dataset_path": path or C4_TEST}
     if kind == "c4" and not path:
         return {"dataset": "c4", "streaming": True}
-    if kind in HUB_C4:
-        options = {"dataset": "hub", "dataset_path": path or "allenai/c4", "dataset_config": "en"}
-        return {**options, "dataset_split": HUB_C4[kind], "streaming": True}
-    return {"dataset": kind, **({"dataset_path": path} if path else {})}
+    return DATASETS.get(kind, {"dataset": kind}) | ({"dataset_path": path} if path else {})
 
 
 def _validation(to: Conversion) -> None:
     key, path_key, enable_key = "validation.dataset", "validation.dataset_path", "validation.enable"
-    others = [key, path_key, *(f"validation.{name}" for name in ("local_batch_size", "seq_len", "freq", "steps"))]
-    to.put(enable_key, to.get(enable_key), enable_key)
     if to.get(enable_key) is not True:
-        to.unread(others, "validation.enable is not true")
         return
     kind, path = to.get(key), to.get(path_key) or ""
     kind = kind.lower() if isinstance(kind, str) else shown(kind)
@@ -159,8 +148,8 @@ def _validation(to: Conversion) -> None:
         to.note(
             enable_key, f"to validate on {shown(kind)}, titanlite needs training data of its kind and path", MISSING
         )
-        for each in others:
-            to.note(each, "see validation.enable", MISSING)
+        for name in ("dataset", "dataset_path", "local_batch_size", "seq_len", "freq", "steps"):
+            to.note(f"validation.{name}", "see validation.enable", MISSING)
         return
     to.put("validation.freq", to.get("validation.freq"), "validation.freq")
     to.note("validation.freq", "the last step is validated too; the first is not")
@@ -208,8 +197,6 @@ def _activation_checkpoint(to: Conversion) -> None:
         to.note(option_key, "of so many layers one is recomputed; here the first, in torchtitan the last of them")
     elif option_key in to.values and option_key not in to.notes:
         to.unread([option_key], f"the mode is {shown(mode)}")
-    if mode == "memory_budget":
-        to.note(mode_key, "the compiler does not choose what is saved; set one of the other modes", MISSING)
 
 
 def _float8(to: Conversion) -> None:
@@ -260,8 +247,7 @@ def _mxfp8(to: Conversion, switch: str, *, enabled: bool) -> None:
 
 
 def _pipeline(to: Conversion) -> None:
-    schedule_key, modules_key = "parallelism.pipeline_parallel_schedule", "parallelism.module_fqns_per_model_part"
-    size_key = "parallelism.pipeline_parallel_microbatch_size"
+    schedule_key = "parallelism.pipeline_parallel_schedule"
     layers_key = "parallelism.pipeline_parallel_layers_per_stage"
     degree, name = to.number(PIPELINE, 1), str(to.get(schedule_key))
     names = {each.lower(): each for each in get_args(Schedule)}
@@ -270,11 +256,8 @@ def _pipeline(to: Conversion) -> None:
     if degree > 1:
         text = "0.2.2 leaves gradients of a pipeline multiplied by the number of tokens, so that it clips every step"
         to.note(PIPELINE if PIPELINE in to.values else schedule_key, f"{text}; titanlite divides them")
-    to.put(size_key, to.get(size_key), size_key)
     flavor = SIZES.get(to.options[FLAVOR][0], {})
     n_layers = to.options.get("model.n_layers", (flavor.get("n_layers", 0), ""))[0]
-    if modules_key in to.values:
-        to.put(modules_key, to.values[modules_key], modules_key)
     per_stage = to.values.get(layers_key)
     if per_stage is None or degree == 1:
         to.unread([layers_key], f"{PIPELINE} is 1")
@@ -295,28 +278,14 @@ def _experts(to: Conversion) -> None:
         to.unread([key], "the model has no experts")
 
 
-def _replica_groups(to: Conversion) -> None:
-    on = "fault_tolerance.enable"
-    to.note_if_set(on, "gradients and tokens of the groups are summed, where torchtitan averages groups")
-    if to.get(on) is not True:
-        to.unread(["fault_tolerance.semi_sync_method"], f"{on} is not true")
-
-
 def _checkpoint(to: Conversion) -> None:
-    mode_key, whole_key = "checkpoint.async_mode", "checkpoint.last_save_model_only"
-    last_key, export_key = "checkpoint.last_save_in_hf", "checkpoint.export_dtype"
+    mode_key, last_key, export_key = (f"checkpoint.{name}" for name in ("async_mode", "last_save_in_hf", "export_dtype"))
     mode = to.get(mode_key)
     mode = mode.lower() if isinstance(mode, str) else mode
     to.put(mode_key, "async" if mode == "async_with_pinned_mem" else mode, mode_key)
     if mode == "async_with_pinned_mem":
         to.note(mode_key, "the state is copied to host memory, and written without a process of its own")
-    if to.values.get(whole_key) is False:
-        to.note(whole_key, "the last checkpoint is a full one, as here", TAKEN)
-    else:
-        text = "the last checkpoint is a full one; checkpoint.last_save_in_hf writes the weights besides"
-        to.note_if_set(whole_key, text)
     if to.get("checkpoint.enable") is not True:
-        to.unread([*INITIAL_WEIGHTS, last_key, export_key], "checkpoint.enable is false")
         return
     to.put(last_key, to.get(last_key) or False, last_key)
     if to.get(last_key) is True:
@@ -324,14 +293,11 @@ def _checkpoint(to: Conversion) -> None:
         to.put(export_key, "auto" if export == "float32" else export, export_key)
         if export == "float32":
             to.note(export_key, "torchtitan leaves the weights in training.dtype then")
-    else:
-        text = "of last_save_in_hf only; the last checkpoint is a full one, in training.dtype"
-        to.note_if_set(export_key, text, MISSING)
     _initial_weights(to)
 
 
 def _initial_weights(to: Conversion) -> None:
-    path_key, hf_key, only_key, quantized_key = INITIAL_WEIGHTS
+    path_key, hf_key, only_key = (f"checkpoint.initial_load_{name}" for name in ("path", "in_hf", "model_only"))
     path, from_hf = to.get(path_key) or "", to.get(hf_key) is True
     if path or from_hf:
         to.put("checkpoint.initial_load_path", path or to.get(ASSETS), path_key if path else hf_key)
@@ -344,6 +310,3 @@ def _initial_weights(to: Conversion) -> None:
     lost = path and to.values.get(only_key) is False
     text = "initial weights only: optimizer states and the step are not loaded" if lost else "weights only, as here"
     to.note_if_set(only_key, text, MISSING if lost else TAKEN)
-    lost = to.values.get(quantized_key) is True
-    text = "quantized weights are not read" if lost else "off, as here"
-    to.note_if_set(quantized_key, text, MISSING if lost else TAKEN)
