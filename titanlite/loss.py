@@ -161,4 +161,4 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 def count_valid(targets: list[Tensor], device: torch.device) -> Tensor:
     """Return the number of valid targets in this rank's per-device batches, a float64 scalar (exact up to 2^53)."""
     count = sum(int((target != IGNORED).sum()) for target in targets)
-    return torch.full((), count, dtype=torch.float64, device=device)  # filled on the device: a copy would wait for it
+    return torch.full((), count, dtype=torch.float64, device=device)  # filled there: the host need not wait for a copy

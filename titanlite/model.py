@@ -134,8 +134,8 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer of two sublayers: `attention`, an Attention or a module that replaces it, and `feed_forward`, likewise a
-    FeedForward. Norms are before these, after them, or both. `styles`: of the user's modules, for tensor parallel."""
+    """A layer of two sublayers: `attention`, an Attention or its replacement, and `feed_forward`, a FeedForward or its
+    replacement. Norms are before these, after them, or both. `styles`: tensor-parallel styles of the user's modules."""
 
     styles: Mapping[str, Any] = {}
 

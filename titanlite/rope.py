@@ -15,8 +15,8 @@ def rope_frequencies(model: Model, length: int) -> Tensor:
 
     A rope_scaling_factor > 1 stretches wavelengths. "linear": all of them. "llama3": those longer than
     rope_original_seq_len / rope_low_freq_factor; those shorter than rope_original_seq_len / rope_high_freq_factor stay,
-    and those between are blended (Llama 3.1 model card and reference code). "yarn" (arXiv:2309.00071): as llama3 with
-    rope_beta_slow and rope_beta_fast, but the pairs between are blended by their number and not by their wavelength.
+    and those between are blended (Llama 3.1 model card and reference code). "yarn" (arXiv:2309.00071): as llama3, with
+    rope_beta_slow and rope_beta_fast as the bounds; a pair between them is blended by its index, not its wavelength.
     "longrope" (arXiv:2402.13753): each pair has a factor of its own, another one in longer sequences.
     """
     dim, scaling = model.rope_dim, model.rope_scaling_factor

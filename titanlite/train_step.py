@@ -1,4 +1,4 @@
-"""One optimizer step: its gradients, the sums over ranks, and the update; and the loss without gradients.
+"""One optimizer step (gradients, sums over ranks, update), and the loss of a validation, without gradients.
 
 Training, the parity tests, the tests of replica groups and the planner run this same code.
 """
@@ -154,7 +154,7 @@ class Observer:
         """
 
     def after_validation(self, step: int) -> None:
-        """See that a validation is done."""
+        """Note that a validation has ended."""
 
     def metrics(self) -> dict[str, float]:
         """Return values by tag since the last call. Every rank must call it."""

@@ -21,8 +21,8 @@ INTERVAL_SECONDS = 10.0
 def collected_problems(
     group: dist.ProcessGroup | None = None, kind: type[Exception] = ConfigError
 ) -> Iterator[list[str]]:
-    """Run the body on every rank. Afterwards the list has, on every rank, a line for each problem of any rank. In a
-    process without ranks, it has the problems of this process."""
+    """Yield a list that has, after the body of the with statement, a line for each problem of any rank. Every rank
+    must enter it. In a process without ranks, the list has the problems of this process."""
     own, problems = list[str](), list[str]()
     try:
         yield problems

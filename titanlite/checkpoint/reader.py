@@ -65,7 +65,7 @@ class CheckpointReader:
             raise ConfigError([f"{self.path}: {name} is not in the checkpoint"])
         shape = self.shapes[name]
         everything = Slice((0,) * len(shape), tuple(shape))
-        self._open(name, everything)  # the files have the bytes of what the manifest promises, so it can be allocated
+        self._open(name, everything)  # checks the sizes of the files before the memory is allocated
         full = torch.empty(shape, dtype=self.dtypes[name])
         self._fill(full, name, everything)
         return full

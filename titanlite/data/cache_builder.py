@@ -59,7 +59,7 @@ class CacheBuilder:
         try:
             for folder in (*reversed(self.folder.parents), self.folder):
                 folder.mkdir(mode=0o755, exist_ok=True)  # other users may read it, but not write
-            token_shards.check_folder_trusted(self.folder)  # some file systems ignore owners or permissions
+            token_shards.check_folder_trusted(self.folder)  # checked, since some file systems ignore them
             index = None
             while index is None:
                 self._wait_for_lock()

@@ -59,7 +59,7 @@ def main() -> None:
     threading.Thread(target=receive, daemon=True).start()
     while True:
         name, arguments = calls.get()
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # ends the process
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # SIGPROF ends the process after these seconds
         try:
             function = named(name)
             types, result = types_of(function)

@@ -61,7 +61,7 @@ class Watchdog(OneRank):
                 threading.Thread(target=target, name=f"watchdog{target.__name__}", daemon=True).start()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:  # after an exception the threads run until `end`
+        if kind is None:  # after an exception both threads keep running until end()
             self._finished.set()
 
     # Failures of this rank -------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Data parallelism, all of it through fully_shard (FSDP2, arXiv:2304.11277): DDP, ZeRO-1 to ZeRO-3, HSDP.
 
-docs/parallelism.md has the options of each. One rank takes the same path, which also carries the mixed precision.
+docs/parallelism.md has the options of each. A run on one rank takes the same path, which also applies mixed precision.
 """
 
 import functools

@@ -18,7 +18,7 @@ aten = torch.ops.aten
 SIDES = {"cpu": (64, 256, 1024, 4096), "cuda": (128, 512, 2048, 8192, 32768)}
 """Sides of the matrices: every combination as m, n and k."""
 MOST_FLOPS = {"cpu": 2e9, "cuda": 1e14}
-"""Most FLOPs of a product. An attention may have four times as many."""
+"""Most FLOPs of a product. An attention operator may have four times as many FLOPs."""
 LENGTHS = {"cpu": (128, 256, 512, 1024, 2048, 4096), "cuda": (512, 1024, 2048, 4096, 8192, 16384, 32768)}
 HEAD_DIMS = {"cpu": (16, 64, 128), "cuda": (64, 128)}
 TOKENS_TIMES_HEADS = {"cpu": 2**15, "cuda": 2**20}

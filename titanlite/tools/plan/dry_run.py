@@ -269,7 +269,7 @@ def _local(tensor: Tensor) -> list[Tensor]:
     """Return the plain tensors that a tensor subclass consists of on this rank."""
     if isinstance(tensor, DTensor):
         return _local(tensor._local_tensor)
-    if isinstance(getattr(tensor, "_tensor", None), Tensor):  # torchao's float8 weight, which flattens by its scale
+    if isinstance(getattr(tensor, "_tensor", None), Tensor):  # torchao's float8 weight
         return _local(tensor._tensor)
     if hasattr(tensor, "__tensor_flatten__"):
         return [inner for name in tensor.__tensor_flatten__()[0] for inner in _local(getattr(tensor, name))]

@@ -61,7 +61,7 @@ class MemoryTimeline:
         return {kind: sum(net[kind] for net in nets) for kind in KINDS}
 
     def set_current(self, current_bytes: Bytes) -> None:
-        """Replace the bytes that are allocated now."""
+        """Set the bytes that are allocated now, by kind."""
         self.current_bytes = {kind: current_bytes.get(kind, 0) for kind in KINDS}
 
     def _change(self, segment: Segment, without: str) -> tuple[Bytes, Bytes]:
