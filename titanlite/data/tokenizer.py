@@ -40,7 +40,7 @@ class Tokenizer(Protocol):
     """Makes token ids of text."""
 
     rows: Rows | None = None
-    """The rows of the embedding of the model that the tokens are for. If the tokenizer has more ids, no text may have one of these."""
+    """The rows of the model's embedding. If the tokenizer has more ids, no text may have one of these."""
     prefix: list[int]
     """The tokens that begin each text, such as BOS."""
     suffix: list[int]
