@@ -50,15 +50,15 @@ HEART = (
 # asynchronous checkpoints.
 LINES_OF_A_RANK_OF_MANY_TECHNIQUES = 11_650
 LINES_OF_A_DEBUG_RUN, LINES_WITH_A_TOKEN_CACHE = 10_300, 9_950
-LINES_OF_THE_PACKAGE = 30_111
+LINES_OF_THE_PACKAGE = 30_088
 CEILINGS = {
     "heart": 3508,
     "config": 2758,
     "config of Hugging Face": 1206,
-    "data": 2273,
+    "data": 2265,
     "checkpoint": 1723,
-    "launch": 2074,
-    "metrics": 839,
+    "launch": 2061,
+    "metrics": 837,
     "files": 321,
     "hf": 879,
     "techniques": 4668,

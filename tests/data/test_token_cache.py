@@ -24,6 +24,7 @@ from safetensors.numpy import load_file
 from tests.helpers.cases import cases
 from tests.helpers.data import BYTES, Code, flat, rejection, some_texts, source, write
 from tests.helpers.launches import wait_until
+from tests.helpers.lock_holder import Lock
 from titanlite.config.errors import TrainingError
 from titanlite.config.loader import ConfigError
 from titanlite.data import cache_builder, shard_builder, token_cache, token_shards, tokenizer_process
@@ -253,7 +254,7 @@ def test_what_another_run_leaves_is_built(dataset, tmp_path, monkeypatch, capfd)
     folder.mkdir(parents=True)
     options: Any = {"name": "build.lock", "purpose": "", "advice": "", "beat_seconds": 0.01}
     with ThreadPoolExecutor(1) as pool:
-        with FolderLock(folder, lost=lambda message: None, **options):
+        with Lock(folder, lost=lambda message: None, **options):
             building = pool.submit(cached, dataset, tmp_path / "cache")
             wait_until(lambda: "waiting until another run" in capfd.readouterr().err, "the wait", seconds=20)
             assert not (folder / SHARD).exists()

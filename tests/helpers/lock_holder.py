@@ -11,10 +11,21 @@ from titanlite.launch.folder_lock import FolderLock
 BEAT_SECONDS, PATIENCE = 0.02, 10
 
 
-def open_lock(folder: Path, **options) -> FolderLock:
+class Lock(FolderLock):
+    """A lock that a body holds."""
+
+    def __enter__(self) -> FolderLock:
+        self.acquire()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+
+def open_lock(folder: Path, **options) -> Lock:
     """Return a lock with a fast heartbeat."""
     defaults = {"name": "run.lock", "purpose": "the folder", "advice": "wait", "lost": print}
-    return FolderLock(folder, **{**defaults, "beat_seconds": BEAT_SECONDS, "patience": PATIENCE, **options})
+    return Lock(folder, **{**defaults, "beat_seconds": BEAT_SECONDS, "patience": PATIENCE, **options})
 
 
 if __name__ == "__main__":

@@ -91,7 +91,6 @@ def check_all(*checks: Callable[[], Any], problems: Sequence[str] = ()) -> None:
 
 
 def print_problems(error: ConfigError) -> None:
-    """Print one line per problem to standard error."""
     for problem in error.problems:
         print(f"error: {problem}", file=sys.stderr)
 
@@ -108,7 +107,6 @@ class Rejections(list[Rejection]):
     """The wrong values that rules find; call it to add one."""
 
     def __call__(self, key: str, message: str, *reads: str) -> None:
-        """Reject the value of `section.key`."""
         self.append(Rejection(key, message, {key, *reads}))
 
 

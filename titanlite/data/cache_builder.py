@@ -86,7 +86,6 @@ class CacheBuilder:
                 time.sleep(0.2)
 
     def _build_missing(self) -> None:
-        """Build the shards that are missing."""
         self.stopped.clear()
         for left in self.folder.glob("*.tmp"):  # a killed run has left these
             left.unlink(missing_ok=True)
@@ -130,7 +129,6 @@ class CacheBuilder:
         return True
 
     def build_shard(self, *of_shard: Any) -> Shard:
-        """Build a shard in this process."""
         return shard_builder.build_shard(*of_shard, self.tokenizer)
 
     def _build_shards(self, unclaimed: Iterator[int], builder: Any) -> None:

@@ -69,7 +69,6 @@ class Shard(Record):
     """The checksum of the checksums of the blocks."""
 
     def tensors(self, dtype: DType) -> safetensors.Tensors:
-        """Return the tensors of the file."""
         kind = dtype.replace("uint", "U")
         tensors = {
             "train": (kind, [self.train_tokens]),
@@ -99,7 +98,6 @@ class RecordWithChecksum(Record):
         return checksum(json.dumps(self.model_dump(exclude={"xxh3_64"})).encode())
 
     def publish(self, path: Path) -> None:
-        """Write the file, with its checksum."""
         replace_file(path, json.dumps({**self.model_dump(), "xxh3_64": self.checksum()}).encode(), by_one=False)
 
 

@@ -53,10 +53,8 @@ class TokenizerProcess(ShardWorker, HuggingFaceTokenizer):
         """Yield the processes that build shards: this tokenizer's, or some that have THREADS cores each."""
         n_workers = min(n_shards, available_cores() // THREADS)
         with contextlib.ExitStack() as stack:
-            workers = [ShardWorker(self.path) for _ in range(n_workers)] if n_workers > 1 else []
-            for worker in workers:
-                stack.callback(worker.close)
-            yield workers or [self]
+            workers = (contextlib.closing(ShardWorker(self.path)) for _ in range(n_workers) if n_workers > 1)
+            yield [stack.enter_context(worker) for worker in workers] or [self]
 
 
 def _properties(tokenizer: Any) -> tuple[list[int], list[int], int, int, str]:

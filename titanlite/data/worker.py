@@ -58,7 +58,6 @@ def types_of(function: Callable[..., Any]) -> tuple[TypeAdapter[Any], TypeAdapte
 
 
 def write(pipe: BinaryIO, name: str, content: bytes) -> None:
-    """Send a message with a name and JSON."""
     pipe.write(b"%s %s\n" % (name.encode(), content))
     pipe.flush()
 
@@ -128,7 +127,6 @@ class Worker:
         raise ConfigError([f"{subject} {problem or crash}{where()}; correct it"])
 
     def close(self) -> None:
-        """End the process."""
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):

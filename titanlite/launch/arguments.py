@@ -21,7 +21,6 @@ class Parser(argparse.ArgumentParser):
         super().__init__(usage=usage, description=description, formatter_class=style, allow_abbrev=False)
 
     def add_model_arguments(self) -> None:
-        """Add the arguments that name a trained model."""
         self.add_argument("folder", type=Path, metavar="FOLDER", help="a checkpoint or a Hugging Face folder")
         self.add_argument("--tokenizer", metavar="FOLDER", help="a tokenizer.json, the folder with it, or bytes")
         self.add_argument("--dtype", choices=MODEL_DTYPES, help="dtype of weights in memory (default: the folder's)")

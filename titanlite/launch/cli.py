@@ -72,7 +72,6 @@ def main() -> None:
 
 
 def run(name: str, arguments: list[str]) -> int:
-    """Run a subcommand and return its exit status."""
     if name in ("-h", "--help"):
         print(usage())
         return 0

@@ -88,7 +88,7 @@ def _token(content: bytes | None) -> str:
 
 @dataclasses.dataclass(eq=False)
 class FolderLock:
-    """Locks a folder as a context manager, or by `acquire` and `release`. A thread keeps the heartbeat meanwhile."""
+    """Locks a folder from `acquire` to `release`. A thread keeps the heartbeat meanwhile."""
 
     folder: Path
     """The folder to lock. It is created if it does not exist."""
@@ -109,13 +109,6 @@ class FolderLock:
 
     def __post_init__(self) -> None:
         self.path, self._released = self.folder / self.name, threading.Event()
-
-    def __enter__(self) -> "FolderLock":
-        self.acquire()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.release()
 
     def acquire(self) -> None:
         """Take the lock, perhaps from a dead process, and start the heartbeat. Raises FolderInUse if another process

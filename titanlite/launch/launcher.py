@@ -198,7 +198,6 @@ def run_on_ranks(ranks: int, arguments: list[str]) -> int:
 
 
 def environment_of_ranks(ranks: int) -> dict[str, str]:
-    """Return the environment variables for this number of ranks on this node."""
     return {
         # torchrun's agent gives each rank one thread; on a CPU they share the cores instead.
         "OMP_NUM_THREADS": str(max(available_cores() // ranks, 1)),

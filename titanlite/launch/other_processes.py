@@ -72,7 +72,6 @@ def children(process: int) -> list[int]:
 
 
 def wait_for_end(processes: Collection[int], seconds: float) -> None:
-    """Wait until processes have ended, for at most `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and any(map(process_start_time, processes)):
         time.sleep(0.05)

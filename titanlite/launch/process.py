@@ -236,7 +236,6 @@ def keep_log(folder: str) -> None:
 
 
 def log_file(folder: str, rank: int) -> str:
-    """Return the path of the file that has a rank's lines."""
     return os.path.join(folder, f"rank-{rank:05d}.log")
 
 

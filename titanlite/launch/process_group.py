@@ -104,7 +104,6 @@ def set_timeout(device: torch.device, seconds: int) -> None:
 
 
 def set_group_timeout(group: dist.ProcessGroup, seconds: int) -> None:
-    """Change how long the collectives of a process group may take."""
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     set_timeout(_backstop(seconds), group)
 

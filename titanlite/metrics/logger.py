@@ -130,13 +130,14 @@ class Logger:
     """The logger of all ranks except the first: it writes nothing."""
 
     def begin(self, last_step: int) -> None:
-        """Prepare the files of a run that begins after a step."""
+        """Prepare the files of a run that begins after a step, 0 for a new one."""
 
     def log(self, step: int, values: Mapping[str, Any], seconds_per_step: float) -> None:
-        """Write the values of a step by tag, if there are any; a tensor is written as a histogram."""
+        """Write the values of a step by tag, if there are any. A tensor is a histogram in TensorBoard. In metrics.jsonl,
+        values that are not finite are null."""
 
     def log_samples(self, step: int, prompts: Sequence[str], texts: Sequence[str]) -> None:
-        """Write the texts that follow some prompts."""
+        """Write the texts that follow some prompts, to the console a line each."""
 
     def remove_after(self, step: int) -> None:
         """Remove what was logged for later steps, since the weights are again those of this step."""
@@ -158,7 +159,6 @@ class MetricsLogger(Logger):
         self.file, self.tensorboard = AppendedFile(dump_folder / "metrics.jsonl"), None
 
     def begin(self, last_step: int) -> None:
-        """Prepare the files of a run that begins after a step, 0 for a new one."""
         tb_folder = self.metrics.save_tb_folder if self.metrics.enable_tensorboard else ""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -180,8 +180,7 @@ class MetricsLogger(Logger):
             self.tensorboard.add_text("config", "\n".join(f"    {line}" for line in self.config.splitlines()))
 
     def log(self, step: int, values: Mapping[str, Any], seconds_per_step: float) -> None:
-        """Write values by tag to all three places. In metrics.jsonl, values that are not finite are null. A tensor is a
-        histogram in TensorBoard."""
+        """Write values by tag to all three places."""
         histograms = {tag: value for tag, value in values.items() if isinstance(value, Tensor)}
         values = {tag: value for tag, value in values.items() if tag not in histograms}
         if not values:
@@ -195,7 +194,6 @@ class MetricsLogger(Logger):
                 self.tensorboard.add_histogram(tag, value, step)
 
     def log_samples(self, step: int, prompts: Sequence[str], texts: Sequence[str]) -> None:
-        """Write the texts that follow some prompts to the console, a line each, and to TensorBoard."""
         for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
             print(f"step {step}: sample {index}: {show(prompt)} -> {show(text)}", flush=True)
             if self.tensorboard:

@@ -279,8 +279,7 @@ def _experts(to: Conversion) -> None:
 
 
 def _checkpoint(to: Conversion) -> None:
-    names = "async_mode", "last_save_in_hf", "export_dtype"
-    mode_key, last_key, export_key = (f"checkpoint.{name}" for name in names)
+    mode_key, last_key, export_key = "checkpoint.async_mode", "checkpoint.last_save_in_hf", "checkpoint.export_dtype"
     mode = to.get(mode_key)
     mode = mode.lower() if isinstance(mode, str) else mode
     to.put(mode_key, "async" if mode == "async_with_pinned_mem" else mode, mode_key)
