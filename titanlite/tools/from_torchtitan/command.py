@@ -1,7 +1,6 @@
 """Convert a TOML file of torchtitan 0.2, and list what became of each key."""
 
 from pathlib import Path
-from typing import Any
 
 import tomli_w
 from rich import box
@@ -10,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from titanlite.config import ConfigError, load_values
-from titanlite.config.loader import print_problems, read_toml, sections_of, show
+from titanlite.config.loader import parse_toml, print_problems, printable, read_toml, sections_of, show
 from titanlite.config.schema import Config
 from titanlite.tools.from_torchtitan.conversion import (
     DEFAULT,
@@ -21,7 +20,6 @@ from titanlite.tools.from_torchtitan.conversion import (
     WHATEVER_THE_FILE_SAYS,
     Conversion,
     Row,
-    plain,
 )
 from titanlite.tools.from_torchtitan.groups import convert
 
@@ -95,20 +93,13 @@ def header(source: str, rows: list[Row], problems: list[str]) -> list[str]:
     lacks = [row for row in rows if row.matters and row.status in (MISSING, UNKNOWN)]
     lines = [f"Converted from torchtitan's {show(source)} by titanlite config --from-torchtitan."]
     lines += [f"{row.status}: {row.source}: {row.note}" for row in lacks]
-    return [plain(line) for line in [*lines, *(f"error: {problem}" for problem in problems)]]
+    return [printable(line) for line in [*lines, *(f"error: {problem}" for problem in problems)]]
 
 
 def problems_of(conversion: Conversion, name: str) -> list[str]:
     """Return what is wrong with the config, one line each."""
-    values: dict[str, Any] = {}
-    for option, (value, _) in conversion.options.items():
-        *sections, key = option.split(".")
-        inner = values
-        for section in sections:
-            inner = inner.setdefault(section, {})
-        inner[key] = value
     try:
-        load_values(values, name, [])
+        load_values(parse_toml(toml_of(conversion, [])), name, [])
     except ConfigError as error:
         return error.problems
     return []
