@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,21 @@ from titanlite.files.safetensors import BLOCK_BYTES, CHECKSUMS
 from titanlite.parallel.shards import Slice
 
 
-def write_file(path: Path, tensors: dict[str, tuple[Tensor, tuple[int, ...], tuple[int, ...]]]) -> Stored:
+def write_file(
+    path: Path,
+    tensors: dict[str, tuple[Tensor, tuple[int, ...], tuple[int, ...]]],
+    read: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor,
+) -> Stored:
     """Write slices of tensors, each with its offset in the full tensor and the full tensor's shape. Return the file's
-    entry for the manifest. The slices may be on any device; one at a time is copied to host memory. Raises OSError if
-    the file cannot be written, as when the disk is full."""
+    entry for the manifest. The slices may be on any device; one at a time is copied to host memory. `read` returns the
+    content of a slice, if that is on no device. Raises OSError if the file cannot be written, as when the disk is
+    full."""
     entries, slices = {}, {}
     for name, (tensor, offset, shape) in tensors.items():
         dtype = DTYPE_NAMES[tensor.dtype]
         entries[name] = dtype, tuple(tensor.shape)
         slices.setdefault((dtype, shape, Slice(offset, tuple(tensor.shape))), []).append(name)
-    contents = (bytes_of(tensor.detach().cpu()) for tensor, *_ in tensors.values())
+    contents = (bytes_of(read(name, tensor).detach().cpu()) for name, (tensor, *_) in tensors.items())
     n_bytes, header = safetensors.write(path, entries, contents)
     return Stored(FileEntry(bytes=n_bytes, xxh3_64=checksum(header)), slices)
 

@@ -133,7 +133,7 @@ class Logger:
         """Prepare the files of a run that begins after a step, 0 for a new one."""
 
     def log(self, step: int, values: Mapping[str, Any], seconds_per_step: float) -> None:
-        """Write the values of a step by tag, if there are any. A tensor is a histogram in TensorBoard. In metrics.jsonl,
+        """Write the values of a step by tag, if any. A tensor is a histogram in TensorBoard. In metrics.jsonl,
         values that are not finite are null."""
 
     def log_samples(self, step: int, prompts: Sequence[str], texts: Sequence[str]) -> None:

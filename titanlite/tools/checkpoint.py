@@ -24,17 +24,15 @@ import torch
 from torch import Tensor
 
 from titanlite.checkpoint.export import config_file_of_run, model_options
-from titanlite.checkpoint.files import bytes_of
+from titanlite.checkpoint.files import write_file
 from titanlite.checkpoint.folder import SET_ASIDE, UNCONFIRMED, checkpoints, state_of
 from titanlite.checkpoint.initial_weights import step_folders
-from titanlite.checkpoint.manifest import DTYPE_NAMES, MANIFEST, STATE, FileEntry, Stored, build_manifest
+from titanlite.checkpoint.manifest import MANIFEST, STATE, build_manifest
 from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.config.loader import ConfigError, print_problems
-from titanlite.files import safetensors
-from titanlite.files.durable import checksum, write_synced
+from titanlite.files.durable import write_synced
 from titanlite.files.new_folder import new_folder
 from titanlite.launch.progress import progress
-from titanlite.parallel.shards import Slice
 
 
 def main(argv: list[str]) -> int:
@@ -85,38 +83,33 @@ def average(places: Sequence[Path]) -> None:
     out, folders = places[0] if places else Path(), [path for place in places[1:] for path in step_folders(place)]
     if len({path.resolve() for path in folders}) < max(2, len(folders)):
         found = ", ".join(map(str, folders)) or "none"
-        raise ConfigError(
-            [f"checkpoint average OUT FOLDER ...: expected two or more different checkpoints, not {found}"]
-        )
+        problem = f"checkpoint average OUT FOLDER ...: expected two or more different checkpoints, not {found}"
+        raise ConfigError([problem])
     readers = sorted(map(CheckpointReader, folders), key=lambda reader: reader.state["step"])
     shapes = [{name: shape for name, shape in each.shapes.items() if name.startswith("model.")} for each in readers]
     options = [model_options(each.path, each.state) for each in readers]
     for number in range(len(readers) - 1):
         if (shapes[number], options[number]) != (shapes[-1], options[-1]):
             raise ConfigError([f"{readers[number].path}: of another model than {readers[-1].path}"])
-    newest, file = readers[-1], "rank-00000.safetensors"
-    kinds = {name: torch.promote_types(newest.dtypes[name], torch.float32) for name in shapes[-1]}
-    with new_folder(out) as folder, progress(f"writing {out}", total=len(kinds), unit="tensors") as advance:
+    newest = readers[-1]
+    with new_folder(out) as folder, progress(f"writing {out}", total=len(shapes[-1]), unit="tensors") as advance:
 
-        def mean(name: str) -> Tensor:
-            total = newest.read(name).double()
-            for reader in readers[:-1]:
-                total += reader.read(name)
+        def mean(name: str, target: Tensor) -> Tensor:
+            total = sum(reader.read(name).double() for reader in readers)
             advance(1)
-            return (total / len(readers)).to(kinds[name])
+            return (total / len(readers)).to(target.dtype)
 
         path = folder / "checkpoint" / f"step-{newest.state['step']}"
         path.mkdir(parents=True)
-        entries = {name: (DTYPE_NAMES[kind], tuple(shapes[-1][name])) for name, kind in kinds.items()}
-        n_bytes, header = safetensors.write(path / file, entries, (bytes_of(mean(name)) for name in entries))
-        slices: dict[tuple[str, tuple[int, ...], Slice], list[str]] = {}
-        for name, (dtype, shape) in entries.items():
-            slices.setdefault((dtype, shape, Slice((0,) * len(shape), shape)), []).append(name)
+        slices = {}
+        for name, shape in shapes[-1].items():
+            dtype = torch.promote_types(newest.dtypes[name], torch.float32)
+            slices[name] = torch.empty(shape, dtype=dtype, device="meta"), (0,) * len(shape), tuple(shape)
+        files = {(file := "rank-00000.safetensors"): write_file(path / file, slices, mean)}
         identity = newest.state["identity"] | {"average": [str(each.path) for each in readers]}
         state = json.dumps(newest.state | {"identity": identity, "data": {}}, indent=1).encode()
         write_synced(path / STATE, state)
-        stored = Stored(FileEntry(bytes=n_bytes, xxh3_64=checksum(header)), slices)
-        write_synced(path / MANIFEST, build_manifest({file: stored}, state))
+        write_synced(path / MANIFEST, build_manifest(files, state))
         if (config := config_file_of_run(newest.path)).is_file():
             shutil.copyfile(config, folder / "config.toml")
     print(f"wrote {out}: step-{newest.state['step']}, the mean of {', '.join(str(each.path) for each in readers)}")

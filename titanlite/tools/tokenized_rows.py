@@ -70,14 +70,9 @@ def row_text(tokenizer: Tokenizer, sequence: Sequence, training: Training, place
 
 def _document(tokenizer: Tokenizer, tokens: list[int], is_trained: list[bool]) -> Text:
     """Return the text of a document, or of the part of it that a row has."""
-    names = tokenizer.call(names_of_special_tokens, tokens)
-    keys = [(trained, name) for trained, name in zip(is_trained, names, strict=True)]
-    runs = [(key, len([*run])) for key, run in itertools.groupby(keys)]
-    ends = [*itertools.accumulate(length for _, length in runs)]
     text, was_trained = Text(), False
-    for ((trained, name), length), plain in zip(runs, tokenizer.call(texts_of_runs, tokens, ends), strict=True):
+    for trained, name, content in tokenizer.call(runs_of, tokens, is_trained):
         text.append("⟦" if trained > was_trained else "⟧" if trained < was_trained else "", TRAINED)
-        content = f"«{name}»" * length if name else plain
         text.append(printable(content, "\n\t"), SPECIAL if name and not trained else TRAINED if trained else "")
         was_trained = trained
     return text.append("⟧\n" if was_trained else "\n", TRAINED)
@@ -92,12 +87,16 @@ def names_of_special_tokens(tokenizer: Tokenizer, tokens: list[int]) -> list[str
     return [special.get(token, "" if known(token) is not None else f"token {token}") for token in tokens]
 
 
-def texts_of_runs(tokenizer: Tokenizer, tokens: list[int], ends: list[int]) -> list[str]:
-    """Return the text of each run of tokens, given where the runs end. Each is decoded behind those before it, since
-    some decoders drop the space that a text begins with, unless a run ends within a character."""
-    before, texts, begin = "", [], 0
-    for end in ends:
+def runs_of(tokenizer: Tokenizer, tokens: list[int], is_trained: list[bool]) -> list[tuple[bool, str, str]]:
+    """Return the runs of tokens that are alike, each with whether it is trained on, its name ("" for text) and what to
+    show of it. Each is decoded behind those before it, since some decoders drop the space that a text begins with,
+    unless a run ends within a character."""
+    before, runs, begin = "", [], 0
+    keys = zip(is_trained, names_of_special_tokens(tokenizer, tokens), strict=True)
+    for (trained, name), run in itertools.groupby(keys):
+        end = begin + len([*run])
         text = tokenizer.decode(tokens[:end])
-        texts.append(tokenizer.decode(tokens[begin:end]) if before.endswith("\ufffd") else text[len(before) :])
+        plain = tokenizer.decode(tokens[begin:end]) if before.endswith("\ufffd") else text[len(before) :]
+        runs.append((trained, name, f"«{name}»" * (end - begin) if name else plain))
         before, begin = text, end
-    return texts
+    return runs

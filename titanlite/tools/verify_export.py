@@ -18,7 +18,6 @@ from titanlite.config.hf.values import read_json_object
 from titanlite.config.loader import ConfigError
 from titanlite.data.open import build_tokenizer
 from titanlite.hf.load import EXPERT_DIMS
-from titanlite.hf.names import named_weights
 from titanlite.model import Llama
 from titanlite.tools.generate.folder import ModelFolder, open_folder
 
@@ -96,16 +95,12 @@ def has_influence(weight: nn.Parameter) -> bool:
 
 def load_llama(folder: ModelFolder, dtype: torch.dtype, length: int, ema: bool) -> Llama:
     """Return the checkpoint's model in float64, its weights rounded to a dtype first, as the export rounds them."""
-    rounded, llama = (build_llama(folder.options, max_seq_len=length).to(kind) for kind in (dtype, torch.float64))
-    for model in (rounded, llama):
-        model.materialize(torch.device("cpu"))
-    if ema:
-        reader = AverageReader(folder.path)
-        for name, tensor in named_weights(rounded).items():
-            tensor.data.copy_(reader.read(f"model.{name}"))
-    else:
-        folder.load(rounded)
-    llama.load_state_dict(rounded.state_dict())
+    llama = build_llama(folder.options, max_seq_len=length).to(torch.float64)
+    llama.materialize(torch.device("cpu"))
+    folder.load(llama)
+    average = AverageReader(folder.path) if ema else None
+    for name, weight in llama.named_parameters():
+        weight.data.copy_((average.read(f"model.{name}") if average else weight).to(dtype))
     return llama
 
 

@@ -546,7 +546,7 @@ TECHNIQUES = [
     Mutant("checkpoint/average_reader.py", "weights are exported in the place of their averages",
            "super().read(self._averages.get(name, name))", "super().read(name)", f"{EMA} -k test_export_of"),
     Mutant("tools/checkpoint.py", "the mean of checkpoints leaves out the oldest",
-           "for reader in readers[:-1]:", "for reader in readers[1:-1]:", f"{EMA} -k test_the_mean"),
+           "for reader in readers)", "for reader in readers[1:])", f"{EMA} -k test_the_mean"),
     Mutant("config/launch.py", "an epoch has one step more, which begins the next",
            "steps = total // training.global_batch_size", "steps = -(-total // training.global_batch_size)",
            "tests/config/test_epochs.py -k full_steps"),

@@ -257,10 +257,10 @@ def test_choices_between_equal_scores_are_ties_if_they_are_recorded(tmp_path: Pa
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        (lambda experts: experts.pop("layers.1"), 'experts.safetensors: "layers.1": expected a tensor for each layer'),
+        (lambda experts: experts.pop("layers.1"), 'experts.safetensors: lacks "layers.1"; expected a tensor for each'),
         (
             lambda experts: experts.update(x=experts["layers.1"].clone()),
-            'experts.safetensors: "x": expected a tensor for each',
+            'experts.safetensors: has the unknown tensor "x"; expected a tensor for each',
         ),
         (lambda experts: experts["layers.1"].add_(7), "layers.1: expected different experts of a token, from 0 to 7"),
         (lambda experts: experts["layers.1"].fill_(1), "layers.1: expected different experts of a token, from 0 to 7"),

@@ -4,14 +4,10 @@ import dataclasses
 import functools
 import itertools
 import math
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import tomli_w
-
-from titanlite.config import load
+from titanlite.config import load_values
 from titanlite.config.launch import loss_chunks
 from titanlite.config.loader import LoadedConfig
 from titanlite.config.schema import Config, Model, count_parameters
@@ -204,10 +200,7 @@ def candidates(task: Task) -> Iterator[Candidate]:
 
 def load_candidate(task: Task, candidate: Candidate) -> LoadedConfig:
     """Return a candidate's config. Raises ConfigError if train.py would reject it."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "layout.toml")
-        file.write_text(tomli_w.dumps(candidate.options(task)))
-        config = load([str(file)])
+    config = load_values(candidate.options(task), "layout.toml", [])
     resolve(config, task.n_devices)
     return config
 

@@ -7,6 +7,7 @@ includes the wait of fast ranks for slow ones, and the time that threads take to
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,9 +32,9 @@ def measure_collectives(timer: Timer, ranks_per_node: int) -> list[dict[str, obj
         group = dist.new_subgroups_by_enumeration(members)[0]
         n, nodes = len(members[0]), len({rank // ranks_per_node for rank in members[0]})
         for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"):
-            calls = {size: call_of(name, size, group, timer.device) for size in SIZES[timer.device.type]}
             points = []
-            for size, call in calls.items():
+            for size in SIZES[timer.device.type]:
+                call = call_of(name, size, group, timer.device)
                 seconds = timer(lambda call=call: (compute(), call())) - computing
                 points.append([size, max(seconds, LEAST_SECONDS)])
             results.append({"name": name, "ranks": n, "nodes": nodes, "points": points})
@@ -65,7 +66,7 @@ def _products(device: torch.device) -> Callable[[], None]:
     return compute
 
 
-def call_of(name: str, size: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
+def call_of(name: str, size: int, group: dist.ProcessGroup, device: torch.device) -> Callable[..., Any]:
     """Return a call of a collective over a full tensor of `size` bytes, or of a message from each rank to the next."""
     n, rank = group.size(), group.rank()
     elements = max(size // 4 // n, 1) * n
@@ -73,8 +74,8 @@ def call_of(name: str, size: int, group: dist.ProcessGroup, device: torch.device
     shard = torch.ones(elements // n, device=device)
     if name == "send":
         return lambda: _pass_on(full, torch.empty_like(full), rank, group)
-    calls: dict[str, Callable[[], object]] = {
-        "all_gather": lambda: dist.all_gather_into_tensor(full, shard, group=group),
+    calls: dict[str, Callable[..., Any]] = {
+        "all_gather": lambda **options: dist.all_gather_into_tensor(full, shard, group=group, **options),
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(shard, full, group=group),
         "all_reduce": lambda: dist.all_reduce(full, group=group),
         "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(full), full, group=group),
@@ -94,18 +95,15 @@ def measure_slowdown(timer: Timer) -> float:
     """Return the fraction by which a matrix product is slower while an all-gather runs beside it; 0 on one rank."""
     if dist.get_world_size() == 1:
         return 0.0
-    device, n = timer.device, dist.get_world_size()
+    device = timer.device
     side, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (512, torch.float32)
     left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    size = SIZES[device.type][-1]
-    gather = call_of("all_gather", size, dist.group.WORLD, device)
+    gather = call_of("all_gather", SIZES[device.type][-1], dist.group.WORLD, device)
     alone, gathers = timer(lambda: torch.mm(left, right)), timer(gather)
     n_products = max(int(gathers / alone), 1)
-    shard = torch.ones(size // 4 // n, device=device)
-    full = torch.ones(len(shard) * n, device=device)
 
     def both() -> None:
-        work = dist.all_gather_into_tensor(full, shard, async_op=True)
+        work = gather(async_op=True)
         for _ in range(n_products):
             torch.mm(left, right)
         work.wait()

@@ -119,7 +119,7 @@ def _random(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
 
 def measure_attention(timer: Timer) -> tuple[list[list[float]], list[list[float]]]:
     """Return rows of length, head_dim and FLOP/s of causal attention: of its forward and of its backward."""
-    kind = timer.device.type
+    kind, attend = timer.device.type, functools.partial(F.scaled_dot_product_attention, is_causal=True)
     dtype = torch.bfloat16 if kind == "cuda" else torch.float32
     forward, backward = [], []
     for head_dim, length in itertools.product(HEAD_DIMS[kind], LENGTHS[kind]):
@@ -128,16 +128,11 @@ def measure_attention(timer: Timer) -> tuple[list[list[float]], list[list[float]
         if flops > 4 * MOST_FLOPS[kind]:
             continue
         q, k, v, grad = (_random(timer.device, dtype, 1, n_heads, length, head_dim) for _ in range(4))
-        forward.append([length, head_dim, flops / timer(lambda q=q, k=k, v=v: _attend(q, k, v))])
+        forward.append([length, head_dim, flops / timer(functools.partial(attend, q, k, v))])
         inputs = [x.requires_grad_() for x in (q, k, v)]
-        out = _attend(*inputs)
-        call = lambda out=out, inputs=inputs, grad=grad: torch.autograd.grad(out, inputs, grad, retain_graph=True)  # noqa: E731
+        call = functools.partial(torch.autograd.grad, attend(*inputs), inputs, grad, retain_graph=True)
         backward.append([length, head_dim, 2.5 * flops / timer(call)])
     return forward, backward
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def measure_operators(timer: Timer) -> dict[str, list[list[float]]]:

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from titanlite.config import ConfigError, load_values
-from titanlite.config.loader import parse_toml, print_problems, read_toml, sections_of, show
+from titanlite.config.loader import parse_toml, print_problems, printable, read_toml, sections_of, show
 from titanlite.config.schema import Config
 from titanlite.tools.from_torchtitan.conversion import (
     DEFAULT,
@@ -20,7 +20,6 @@ from titanlite.tools.from_torchtitan.conversion import (
     WHATEVER_THE_FILE_SAYS,
     Conversion,
     Row,
-    plain,
 )
 from titanlite.tools.from_torchtitan.groups import convert
 
@@ -94,7 +93,7 @@ def header(source: str, rows: list[Row], problems: list[str]) -> list[str]:
     lacks = [row for row in rows if row.matters and row.status in (MISSING, UNKNOWN)]
     lines = [f"Converted from torchtitan's {show(source)} by titanlite config --from-torchtitan."]
     lines += [f"{row.status}: {row.source}: {row.note}" for row in lacks]
-    return [plain(line) for line in [*lines, *(f"error: {problem}" for problem in problems)]]
+    return [printable(line) for line in [*lines, *(f"error: {problem}" for problem in problems)]]
 
 
 def problems_of(conversion: Conversion, name: str) -> list[str]:

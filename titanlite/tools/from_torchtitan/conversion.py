@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titanlite.config.loader import options_of, read_toml, show
+from titanlite.config.loader import options_of, printable, read_toml, show
 from titanlite.config.rules import DEPENDENT_OPTIONS
 from titanlite.config.schema import Config
 
@@ -87,8 +87,8 @@ class Conversion:
         for key, value in pairs:
             name = OF_0_2.get(key, key)
             if name in self.written:
-                other = " = ".join((plain(self.written[name][0]), shown(self.written[name][1])))
-                self.rows.append(Row(NOT_READ, other, "", f"{plain(key)} is set, too", matters=False))
+                other = " = ".join((printable(self.written[name][0]), shown(self.written[name][1])))
+                self.rows.append(Row(NOT_READ, other, "", f"{printable(key)} is set, too", matters=False))
             self.written[name] = key, value
             self.values[name] = value
 
@@ -172,7 +172,7 @@ class Conversion:
             option, _, text = lines[0].partition(" = ")
             is_same = len(lines) == 1 and text == show(value)
             status = (TAKEN if option == name else RENAMED) if is_same else MEANING_CHANGED
-        return Row(status, f"{plain(name)} = {shown(value)}", "\n".join(lines), "; ".join(notes), matters)
+        return Row(status, f"{printable(name)} = {shown(value)}", "\n".join(lines), "; ".join(notes), matters)
 
 
 def _precedence(key: str, value: Any) -> int:
@@ -180,11 +180,6 @@ def _precedence(key: str, value: Any) -> int:
     if key == "model.tokenizer_path":
         return 2 if value else 0
     return 0 if key in OF_0_2 else 1
-
-
-def plain(text: str) -> str:
-    """Return a text without line ends and other control characters."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -198,7 +193,7 @@ def flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def shown(value: Any) -> str:
     """Return a value as TOML writes it, if it is short."""
-    text = plain(show(value))
+    text = printable(show(value))
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 

@@ -196,10 +196,9 @@ def updates(recorded: RecordedStep, gradients: Tensors, dtype: torch.dtype) -> T
         parameter.grad = gradients[name].to(dtype, copy=True)  # clipping changes the copy
     if max_norm is not None:
         nn.utils.clip_grad_norm_(parameters.values(), max_norm)
-    decay = {dims: options.weight_decay * (dims in options.weight_decay_dims) for dims in (1, 2)}
     groups = [
-        {"params": [p for p in parameters.values() if min(p.dim(), 2) == dims], "weight_decay": decay[dims]}
-        for dims in decay
+        {"params": [p], "weight_decay": options.weight_decay * (min(p.dim(), 2) in options.weight_decay_dims)}
+        for p in parameters.values()
     ]
     adam = options.model_dump(include={"lr", "beta1", "beta2", "eps"})
     build_adam(groups, Optimizer(**adam, implementation="for-loop"), options.name).step()

@@ -167,9 +167,7 @@ def _read_batch(file: Path, model: Model, most_positions: Any) -> list[Tensor | 
     known, batch = ("tokens", "targets", "document_positions"), {}
     with open_safetensors(file, "write") as tensors:
         found = set(tensors.keys())
-        for problem, names in (("lacks", {*known[:2]} - found), ("has the unknown tensor", found - {*known})):
-            for name in sorted(names)[:1]:
-                raise ConfigError([f"{file}: {problem} {show(name)}; expected tokens, targets, document_positions"])
+        _check_names(file, found - {known[2]}, {*known[:2]}, ", ".join(known))
         for name in sorted(found):
             header = tensors.get_slice(name)
             shape = header.get_shape()
@@ -187,8 +185,7 @@ def _read_experts(file: Path, model: Model, shape: torch.Size) -> dict[str, Tens
     expected, n = torch.Size((*shape, model.moe.n_experts_per_token)), model.moe.n_experts
     layers = [f"layers.{layer}" for layer in range(model.n_layers) if model.has_experts(layer)]
     with open_safetensors(file, "write") as tensors:
-        if problem := {*tensors.keys()} ^ {*layers}:
-            raise ConfigError([f"{file}: {first_of(sorted(problem))}: expected a tensor for each layer with experts"])
+        _check_names(file, {*tensors.keys()}, {*layers}, "a tensor for each layer with experts")
         read = {layer: tensors.get_tensor(layer) for layer in layers}
     for layer, experts in read.items():
         if experts.dtype != torch.int64 or experts.shape != expected:
@@ -242,7 +239,8 @@ def _read_weights(
         sources, expected = _sources(shapes, model, is_stacked=is_stacked)
     head = (OUTPUT_HEAD if is_hf else "output.weight") if model.tie_embeddings else None
     expected |= {head: shapes[EMBEDDING]} if head in files else {}
-    _check_names(place, {*files}, {*expected})
+    expectation = "the tensors of the model of config.json, with the names of transformers or of Llama"
+    _check_names(place, {*files}, {*expected}, expectation)
     read: dict[str, Tensor] = {}
     for file in sorted({files[name] for name in expected}):
         own = {name: shape for name, shape in expected.items() if files[name] == file}
@@ -258,13 +256,12 @@ def _read_weights(
     }
 
 
-def _check_names(place: Path, found: set[str], expected: set[str]) -> None:
+def _check_names(place: Path, found: set[str], expected: set[str], expectation: str) -> None:
     """Raise ConfigError if a tensor is missing or unknown."""
-    other = {name for name in found - expected if not NOT_A_WEIGHT.fullmatch(name)}
-    for problem, wrong in (("lacks", expected - found), ("has the unknown tensor", other)):
+    unknown = {name for name in found - expected if not NOT_A_WEIGHT.fullmatch(name)}
+    for problem, wrong in (("lacks", expected - found), ("has the unknown tensor", unknown)):
         if wrong:
-            expectation = "expected the tensors of the model of config.json, with the names of transformers or of Llama"
-            raise ConfigError([f"{place}: {problem} {first_of(sorted(wrong))}; {expectation}"])
+            raise ConfigError([f"{place}: {problem} {first_of(sorted(wrong))}; expected {expectation}"])
 
 
 def _sources(

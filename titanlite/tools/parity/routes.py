@@ -25,12 +25,9 @@ class Routes:
 
     def __init__(self, recorded: RecordedStep):
         self.recorded, self.sequences = recorded, torch.arange(len(recorded.tokens_BT))
-        self.best: dict[str, list[Tensor]] = {}
-        """By layer, the scores of the experts that the router chooses, [N, K], the largest first."""
-        self.taken: dict[str, list[Tensor]] = {}
-        """By layer, the scores of the experts that the tokens go to."""
-        self.chosen: dict[str, list[Tensor]] = {}
-        """By layer, the experts that the router chooses, in the order of their numbers."""
+        self.forwards: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
+        """By layer, for each forward: the scores of the experts that the router chooses, [N, K], the largest first;
+        those of the experts that the tokens go to; and the chosen experts, in the order of their numbers."""
 
     def follow(self, model: Llama) -> None:
         """Have the routers of a model send tokens there. `sequences` has those of the next forward."""
@@ -38,33 +35,35 @@ class Routes:
             router.choose = functools.partial(self._choose, name, router.choose)
 
     def _choose(self, layer: str, choose: Callable[[Tensor], Tensor], scores_NE: Tensor) -> Tensor:
-        chosen_NK = choose(scores_NE)
-        taken_NK = chosen_NK
+        taken_NK = chosen_NK = choose(scores_NE)
         if self.recorded.experts is not None:
             taken_NK = self.recorded.experts[layer][self.sequences].flatten(0, 1)
-        for kept, experts_NK in ((self.best, chosen_NK), (self.taken, taken_NK)):
-            scores_NK = scores_NE.gather(-1, experts_NK).double()
-            kept.setdefault(layer, []).append(scores_NK.sort(-1, descending=True).values)
-        self.chosen.setdefault(layer, []).append(chosen_NK.sort(-1).values)
+        best_NK, scores_NK = (
+            scores_NE.gather(-1, experts_NK).double().sort(-1, descending=True).values
+            for experts_NK in (chosen_NK, taken_NK)
+        )
+        self.forwards.setdefault(layer, []).append((best_NK, scores_NK, chosen_NK.sort(-1).values))
         return taken_NK
+
+    def of_step(self, layer: str) -> list[Tensor]:
+        """Return the entries of `forwards` of a layer for all tokens of the step."""
+        return [torch.cat(each) for each in zip(*self.forwards[layer], strict=True)]
 
     def others(self, rounded: "Routes") -> tuple[int, int]:
         """Return how many choices, one for each token and layer, differ from those of the program or, if these were not
         recorded, of a rounded pass; and how many choices there are."""
         experts, n, n_choices = self.recorded.experts, 0, 0
-        for layer, chosen in self.chosen.items():
-            theirs = (
-                torch.cat(rounded.chosen[layer]) if experts is None else experts[layer].flatten(0, 1).sort(-1).values
-            )
-            differs_N = (torch.cat(chosen) != theirs).any(-1)
+        for layer in self.forwards:
+            theirs = rounded.of_step(layer)[2] if experts is None else experts[layer].flatten(0, 1).sort(-1).values
+            differs_N = (self.of_step(layer)[2] != theirs).any(-1)
             n, n_choices = n + int(differs_N.sum()), n_choices + len(differs_N)
         return n, n_choices
 
     def rows(self, rounded: "Routes") -> Iterator[tuple[str, Tensor, Tensor, float]]:
         """Yield, for each layer, its name and of the token whose recorded experts have the worst scores, compared with
         the best ones: both scores, and the largest relative error of a token's scores that rounding causes."""
-        for layer in self.best if self.recorded.experts is not None else ():
-            best_NK, taken_NK, rounded_NK = (torch.cat(each[layer]) for each in (self.best, self.taken, rounded.best))
+        for layer in self.forwards if self.recorded.experts is not None else ():
+            (best_NK, taken_NK, _), rounded_NK = self.of_step(layer), rounded.of_step(layer)[0]
             norm_N = best_NK.norm(dim=1)
             worst = int(((best_NK - taken_NK).norm(dim=1) / norm_N).argmax())
             yield layer, taken_NK[worst], best_NK[worst], ((best_NK - rounded_NK).norm(dim=1) / norm_N).max().item()

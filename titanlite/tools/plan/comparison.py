@@ -3,8 +3,9 @@
 import itertools
 import json
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.table import Table
 
@@ -16,19 +17,10 @@ from titanlite.tools.plan.result import Plan
 LARGEST_METRICS = 2**28  # bytes
 
 
-class Measurement(NamedTuple):
-    """Logged metrics of a run's steps, without the first line, which includes compilation and warm-up."""
-
-    seconds: list[float]
-    """Seconds of a step, a number for each line."""
-    tokens_per_step: int
-    ranks: int
-    memory: float
-    """Rank 0's peak memory in tensors, GiB; on a CPU, that of its process."""
-
-
-def read_measurement(file: Path) -> Measurement:
-    """Return the metrics in a metrics.jsonl. Raises ConfigError if it cannot be read or has under two logged steps."""
+def read_measurement(file: Path) -> tuple[Sequence[float], int, int, float]:
+    """Return the metrics in a metrics.jsonl: seconds of a step by logged line, tokens of a step, ranks, and rank 0's
+    peak memory in tensors in GiB (on a CPU, that of its process). The first line does not count, since it includes
+    compilation and warm-up. Raises ConfigError if the file cannot be read or has under two logged steps."""
     try:
         rows = [json.loads(line) for line in read_file(file, LARGEST_METRICS).splitlines()]
         lines = [row for row in rows if "throughput(tps)" in row]
@@ -48,8 +40,7 @@ def read_measurement(file: Path) -> Measurement:
     if not after_first:
         raise ConfigError([f"{file}: has no logged step but the first; train more steps"])
     seconds, tokens, rates, memory = zip(*after_first, strict=True)
-    ranks = round(tokens[-1] / rates[-1] / seconds[-1])
-    return Measurement(list(seconds), round(tokens[-1]), ranks, max(memory))
+    return seconds, round(tokens[-1]), round(tokens[-1] / rates[-1] / seconds[-1]), max(memory)
 
 
 def _positions(line: dict[str, Any]) -> int:
@@ -60,23 +51,23 @@ def _positions(line: dict[str, Any]) -> int:
 def comparison_table(plan: Plan, file: Path) -> Table:
     """Return a table of a plan beside a run's metrics: step time, throughput and, on a GPU, memory. Raises ConfigError
     as read_measurement does, and if the run had another number of tokens per step or of ranks."""
-    run = read_measurement(file)
-    sizes = {"tokens per step": (run.tokens_per_step, plan.tokens_per_step), "ranks": (run.ranks, plan.world_size)}
+    of_lines, tokens, ranks, memory = read_measurement(file)
+    sizes = {"tokens per step": (tokens, plan.tokens_per_step), "ranks": (ranks, plan.world_size)}
     for name, (measured, planned) in sizes.items():
         if measured != planned:
             problem = f"{file}: the run has {measured:,} {name}, and the plan {planned:,}; plan the run's config.toml"
             raise ConfigError([problem])
-    seconds = statistics.median(run.seconds)
+    seconds = statistics.median(of_lines)
     rows = {
         "seconds of a step": (plan.step_seconds, seconds, 3),
-        "tokens/s per device": (plan.tokens_per_second, run.tokens_per_step / run.ranks / seconds, 0),
+        "tokens/s per device": (plan.tokens_per_second, tokens / ranks / seconds, 0),
     }
-    caption = f"run: the median of {len(run.seconds):,} logged lines after the first, from {min(run.seconds):,.3f} to "
-    caption += f"{max(run.seconds):,.3f} s; plan: from {plan.step_range[0]:,.3f} to {plan.step_range[1]:,.3f} s"
+    caption = f"run: the median of {len(of_lines):,} logged lines after the first, from {min(of_lines):,.3f} to "
+    caption += f"{max(of_lines):,.3f} s; plan: from {plan.step_range[0]:,.3f} to {plan.step_range[1]:,.3f} s"
     if plan.device.kind == "cpu":
         caption += "; memory is not compared: on a CPU the metrics have that of the process"
     else:
-        rows["peak memory of rank 0 in tensors, GiB"] = plan.ranks[0].peak.total / GIB, run.memory, 2
+        rows["peak memory of rank 0 in tensors, GiB"] = plan.ranks[0].peak.total / GIB, memory, 2
     table = empty_table(f"the plan against {file}", "", right=("plan", "run", "difference"))
     table.caption = caption
     for name, (planned, measured, digits) in rows.items():

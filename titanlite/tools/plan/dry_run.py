@@ -29,7 +29,6 @@ from titanlite.tools.plan.fusion import fuse, overlap, save_less
 from titanlite.tools.plan.memory_timeline import Bytes
 from titanlite.tools.plan.op_trace import (
     BUFFER,
-    Allocation,
     HostWait,
     OpTrace,
     Segment,
@@ -287,9 +286,12 @@ def _persistent(
     """
     total, weights, of_run_layers, rotary = dict.fromkeys(KINDS, 0), 0, 0, 0
     parameters = dict(stage.named_parameters())
-
-    def add(kind: str, name: str, allocation: Allocation | None) -> None:
-        nonlocal weights, of_run_layers, rotary
+    tensors = [("parameters", name, tensor) for name, tensor in [*parameters.items(), *stage.named_buffers()]]
+    for name, parameter in parameters.items():
+        states = optimizer.state.get(parameter, {}).values()
+        tensors += [("optimizer", name, state) for state in states if isinstance(state, Tensor)]
+    found = [(kind, name, trace.allocation_of(local)) for kind, name, tensor in tensors for local in _local(tensor)]
+    for kind, name, allocation in [*found, *(("temporary", "", allocation) for allocation in trace.live.values())]:
         if allocation is not None and not allocation.kind:
             allocation.kind = kind
             layer = re.match(r"layers\.(\d+)\.", name)
@@ -298,19 +300,9 @@ def _persistent(
             if kind == "parameters" and name in parameters:
                 weights += size * parameters[name].requires_grad
                 of_run_layers += allocation.size * parameters[name].requires_grad
-            if kind == "parameters" and name not in parameters:
+            elif kind == "parameters":
                 allocation.maker = BUFFER
             rotary += allocation.size if name == "rope" else 0
-
-    tensors = [("parameters", name, tensor) for name, tensor in [*parameters.items(), *stage.named_buffers()]]
-    for name, parameter in parameters.items():
-        states = optimizer.state.get(parameter, {}).values()
-        tensors += [("optimizer", name, state) for state in states if isinstance(state, Tensor)]
-    for kind, name, tensor in tensors:
-        for local in _local(tensor):
-            add(kind, name, trace.allocation_of(local))
-    for allocation in trace.live.values():
-        add("temporary", "", allocation)
     return total, weights, rotary, weights / of_run_layers
 
 

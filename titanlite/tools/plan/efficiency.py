@@ -7,11 +7,12 @@ and writes its result at the end. Attention reaches half of its rate at some len
 bandwidth; over several nodes the bandwidth falls with their number.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import pydantic
 
 from titanlite.config.loader import read_toml
 
@@ -25,8 +26,7 @@ class Share(NamedTuple):
     source: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Efficiency:
+class Efficiency(pydantic.BaseModel):
     """The shares that an architecture reaches. efficiency.toml says what each is."""
 
     multiprocessors: int
@@ -43,13 +43,9 @@ class Efficiency:
     latency: Share
 
 
-def _read(row: Any) -> Any:
-    return Share(*row) if isinstance(row, list) and len(row) == len(Share._fields) else row
-
-
 _TABLES = read_toml(str(Path(__file__).with_name("efficiency.toml")))
 ANY = SimpleNamespace(**{key: Share(*row) for key, row in _TABLES.pop("any").items()})
 """The shares and seconds of any architecture."""
-EFFICIENCY = {name: Efficiency(**{key: _read(row) for key, row in rows.items()}) for name, rows in _TABLES.items()}
+EFFICIENCY = {name: Efficiency(**rows) for name, rows in _TABLES.items()}
 TILE = 128
 """Rows, and columns, of a tile of a matrix product's result."""

@@ -168,8 +168,11 @@ class _Saved:
         instead = {source for source in found or () if not self.exists(source, number)}
         if found is None or sum(source.largest for source in instead) >= allocation.largest:
             return
-        for source in instead:
-            _free_late(self.segments, source, self.lives[source], allocation, life)
+        late = self.segments[life.freed].events
+        for source in instead:  # it is freed where the allocation was, which the backward computes from it
+            end = _take_end(self.segments, source, self.lives[source])
+            late.insert(_end_of(allocation, late), end)
+            self.lives[source].freed, source.kind = life.freed, allocation.kind
             self.freed.discard(source)
             self.sources.pop(source, None)
         self.freed.add(allocation)
@@ -192,8 +195,11 @@ def save_less(segments: Sequence[Segment], forward: Collection[int], backward: C
                 saved.freed.add(allocation)
         elif all(number in backward and is_fusible(work) for number, work in life.later):
             saved.compute_again(allocation)
-    for allocation in saved.freed:
-        _free_early(segments, allocation, saved.lives[allocation])
+    for allocation in saved.freed:  # directly after its last use in the segment that allocates it
+        allocation.kind, life = "temporary", saved.lives[allocation]
+        end = _take_end(segments, allocation, life)
+        early = segments[life.born].events
+        early.insert(next(index for index, event in enumerate(early) if event is life.uses[-1]) + 1, end)
     for events in (segments[number].events for number in backward):
         for index, event in enumerate(events):
             if isinstance(event, Work) and not saved.sources.keys().isdisjoint(event.inputs):
@@ -218,24 +224,6 @@ def _lives(segments: Sequence[Segment]) -> dict[Allocation, _Life]:
                         life.uses.append(event)
                         life.writers += [event] if allocation in event.outputs else []
     return lives
-
-
-def _free_early(segments: Sequence[Segment], allocation: Allocation, life: _Life) -> None:
-    """Free an allocation directly after its last use in the segment that allocates it."""
-    allocation.kind = "temporary"
-    early = segments[life.born].events
-    end = _take_end(segments, allocation, life)
-    early.insert(next(index for index, event in enumerate(early) if event is life.uses[-1]) + 1, end)
-
-
-def _free_late(
-    segments: Sequence[Segment], source: Allocation, life: _Life, allocation: Allocation, its_life: _Life
-) -> None:
-    """Free a source only where the allocation is freed that the backward computes from it."""
-    end = _take_end(segments, source, life)
-    life.freed, source.kind = its_life.freed, allocation.kind
-    late = segments[life.freed].events
-    late.insert(_end_of(allocation, late), end)
 
 
 def _take_end(segments: Sequence[Segment], allocation: Allocation, life: _Life) -> Event:

@@ -1,6 +1,7 @@
 """Hints at common mistakes in a plan, one line each with the option to change (docs/choose_a_layout.md)."""
 
 import itertools
+from collections.abc import Iterator
 
 from titanlite.config.stage_split import SPLIT_BACKWARD
 from titanlite.tools.plan.result import Plan, devices_per_node
@@ -16,29 +17,27 @@ def hints(plan: Plan) -> list[str]:
     return [text for text in (*in_time(plan), too_little_memory(plan), *memory_to_spare(plan)) if text]
 
 
-def in_time(plan: Plan) -> list[str]:
-    """Return hints about lost time; "" stands for a hint that does not apply."""
+def in_time(plan: Plan) -> Iterator[str]:
+    """Yield hints about lost time."""
     config, parallelism, seconds = plan.config, plan.config.parallelism, plan.cost.seconds
-    nodes, most = plan.axis_size("tp")[1], devices_per_node(config, plan.device)
-    tensor = f"tensor parallel over {nodes} nodes communicates for "
-    tensor += f"{seconds['communication: tp'] / plan.step_seconds:.0%} of the step: "
-    tensor += f"parallelism.tensor_parallel_degree at most {most}"
+    nodes = plan.axis_size("tp")[1]
+    if nodes > 1:
+        share = seconds["communication: tp"] / plan.step_seconds
+        option = f"parallelism.tensor_parallel_degree at most {devices_per_node(config, plan.device)}"
+        yield f"tensor parallel over {nodes} nodes communicates for {share:.0%} of the step: {option}"
+    yield few_microbatches(plan)
     busy = [sum(span.end - span.start for span in spans) for spans in plan.spans] or [1.0]
     excess = max(busy) * len(busy) / sum(busy) - 1
-    stages = f"pipeline rank {busy.index(max(busy))} computes {excess:.0%} longer than the mean: "
-    stages += "parallelism.pipeline_parallel_{first,last}_stage_less_layers"
+    if excess > SMALL:
+        stages = f"pipeline rank {busy.index(max(busy))} computes {excess:.0%} longer than the mean"
+        yield stages + ": parallelism.pipeline_parallel_{first,last}_stage_less_layers"
     eager = (seconds["memory"] + seconds["host"]) / plan.step_seconds
     can_compile = not config.model.moe.n_experts and parallelism.pipeline_parallel_schedule not in SPLIT_BACKWARD
-    is_eager = plan.device.kind == "gpu" and not config.compile.enable and can_compile and eager > SMALL
-    fuse = f"memory-bound operators and the host take {eager:.0%} of the step: compile.enable = true fuses operators"
-    ramp = "lr_scheduler.warmup_steps = 0: Adam's first updates are full-sized; a hundredth of training.steps is usual"
-    return [
-        tensor if nodes > 1 else "",
-        few_microbatches(plan),
-        stages if excess > SMALL else "",
-        fuse if is_eager else "",
-        ramp if config.lr_scheduler.warmup_steps == 0 else "",
-    ]
+    if plan.device.kind == "gpu" and not config.compile.enable and can_compile and eager > SMALL:
+        yield f"memory-bound operators and the host take {eager:.0%} of the step: compile.enable = true fuses operators"
+    if config.lr_scheduler.warmup_steps == 0:
+        ramp = "Adam's first updates are full-sized; a hundredth of training.steps is usual"
+        yield f"lr_scheduler.warmup_steps = 0: {ramp}"
 
 
 def few_microbatches(plan: Plan) -> str:
@@ -74,25 +73,24 @@ def too_little_memory(plan: Plan) -> str:
     return f"{excess / GIB:.1f} GiB too much: {next(enough, max(saved, key=saved.get))}" if excess > 0 else ""
 
 
-def memory_to_spare(plan: Plan) -> list[str]:
-    """Return hints to drop options that save memory which is not needed, given the most bytes that each may add."""
-    config, worst, training = plan.config, plan.worst, plan.config.training
+def memory_to_spare(plan: Plan) -> Iterator[str]:
+    """Yield hints to drop options that save memory which is not needed, given the most bytes that each may add."""
+    config, worst, training, seconds = plan.config, plan.worst, plan.config.training, plan.cost.seconds
     spare, peak = (plan.device.memory - worst.total) / (worst.total / worst.peak.total), worst.peak
     # The memory that the backward of a recomputed block adds includes all of the block's activations.
     pairs = itertools.pairwise(worst.points)
     block = max((after.total - before.total for before, after in pairs if ", layer" in after.label), default=0)
     saved = config.model.n_layers * block
-    is_full = config.activation_checkpoint.mode == "full" and not plan.spans
+    if config.activation_checkpoint.mode == "full" and not plan.spans and saved <= spare:
+        more = f"saving all activations takes at most {saved / GIB:.1f} GiB more, which is there"
+        yield f'{more}: activation_checkpoint.mode = "none"'
     of_batch = peak.total - sum(map(peak.bytes.get, STATES)) - peak.bytes["gathered"]
     is_one = training.local_batch_size == 1 and config.gradient_accumulation_steps % 2 == 0 and not plan.spans
     busy = ("matmul", "attention", "memory", "host", "optimizer", "communication: tp")
-    seconds = plan.cost.seconds
     exposed = (plan.cost.elapsed + seconds["overlapped"] - sum(seconds[name] for name in busy)) / plan.step_seconds
-    batch = f"{exposed:.0%} of the step is communication that more tokens would overlap, and two sequences fit: "
-    offloaded, section = sum(worst.offloaded.values()), "training" if training.enable_cpu_offload else "optimizer"
-    checkpoint = f"saving all activations takes at most {saved / GIB:.1f} GiB more, which is there: "
-    return [
-        checkpoint + 'activation_checkpoint.mode = "none"' if is_full and saved <= spare else "",
-        batch + "training.local_batch_size = 2" if is_one and exposed > SMALL and of_batch <= spare else "",
-        f"fits without offload: {section}.enable_cpu_offload = false" if 0 < offloaded <= spare else "",
-    ]
+    if is_one and exposed > SMALL and of_batch <= spare:
+        batch = f"{exposed:.0%} of the step is communication that more tokens would overlap, and two sequences fit"
+        yield f"{batch}: training.local_batch_size = 2"
+    if 0 < sum(worst.offloaded.values()) <= spare:
+        section = "training" if training.enable_cpu_offload else "optimizer"
+        yield f"fits without offload: {section}.enable_cpu_offload = false"

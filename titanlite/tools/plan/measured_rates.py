@@ -10,6 +10,8 @@ import itertools
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from titanlite.config.loader import ConfigError
 from titanlite.metrics.devices import Measured
 from titanlite.tools.plan.op_trace import Work
@@ -50,14 +52,9 @@ def collective_seconds(measured: Measured, name: str, size: int, n: int, nodes: 
 def seconds_at(points: Sequence[Sequence[float]], size: float) -> float:
     """Return the seconds at a size, from points (size, seconds) in the order of their sizes. Below the first point they
     are constant, and above the last one proportional to the size."""
-    sizes = [point[0] for point in points]
-    if size <= sizes[0]:
-        return points[0][1]
-    if size >= sizes[-1]:
-        return points[-1][1] * size / sizes[-1]
-    after = bisect.bisect_right(sizes, size)
-    (x0, y0), (x1, y1) = points[after - 1], points[after]
-    return math.exp(math.log(y0) + math.log(y1 / y0) * math.log(size / x0) / math.log(x1 / x0))
+    smallest, largest = points[0][0], points[-1][0]
+    seconds = np.exp(np.interp(math.log(max(size, smallest)), *np.log(points).T))
+    return float(seconds) * max(size / largest, 1.0)
 
 
 def rate_at(rows: Sequence[Sequence[float]], sizes: Sequence[float]) -> float:

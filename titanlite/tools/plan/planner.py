@@ -174,20 +174,19 @@ def _dry_run_stages(
     folding makes no difference. show_progress prints to standard error."""
     fused = config.compile.components if config.compile.enable else ()
     config = config_for_dry_run(config)
-    kinds: dict[tuple, int] = {}
-    for number, names in enumerate(stages):
-        kinds.setdefault(kind_of_stage(config, names), number)
-    futures: dict[tuple, Future[DryRun]] = {}
+    kinds, futures = [kind_of_stage(config, names) for names in stages], dict[tuple, Future[DryRun]]()
+    total = len({*kinds})
     with (
-        process_pool(len(kinds), preload="titanlite.tools.plan.dry_run", single_use=True) as pool,
-        progress_bar("dry run", total=len(kinds), unit="kinds of stages", enabled=show_progress) as advance,
+        process_pool(total, preload="titanlite.tools.plan.dry_run", single_use=True) as pool,
+        progress_bar("dry run", total=total, unit="kinds of stages", enabled=show_progress) as advance,
     ):
-        for kind, number in kinds.items():
-            options = {"pipeline_rank": ranks[number], "fused": fused, "fold": fold}
-            futures[kind] = pool.submit(dry_run, config, stages[number], number, **options)
+        for number, kind in enumerate(kinds):
+            if kind not in futures:
+                options = {"pipeline_rank": ranks[number], "fused": fused, "fold": fold}
+                futures[kind] = pool.submit(dry_run, config, stages[number], number, **options)
         for _ in as_completed(futures.values()):
             advance(1)
-    return [futures[kind_of_stage(config, names)].result() for names in stages]
+    return [futures[kind].result() for kind in kinds]
 
 
 def kind_of_stage(config: Config, names: list[str]) -> tuple:

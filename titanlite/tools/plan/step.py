@@ -1,5 +1,6 @@
 """Compose a training step from the dry runs of its stages: the memory of each rank, and the time."""
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -27,13 +28,8 @@ class StageCost:
         self.offloads_optimizer = config.optimizer.enable_cpu_offload and cost_model.device.kind == "gpu"
         # Schedules with several stages per rank all-gather a stage's weights ahead of its first forward.
         self.exposed_gather = config.parallelism.pipeline_parallel_schedule in ONE_STAGE
-        self._phase_costs: dict[tuple, Cost] = {}
-
-    def of_phase(self, key: tuple) -> Cost:
+        self.of_phase = functools.cache(functools.partial(self.after, None))
         """Return the cost of a phase on a device that is idle before it."""
-        if key not in self._phase_costs:
-            self._phase_costs[key] = self.after(None, key)
-        return self._phase_costs[key]
 
     def after(self, streams: Streams | None, key: tuple) -> Cost:
         """Return the cost of a phase. `streams` has what is in flight before it; None: the device is idle."""
