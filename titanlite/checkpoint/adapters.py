@@ -52,6 +52,12 @@ def lora_of(reader: CheckpointReader) -> Lora | None:
     return parse(Lora, {key: identity.get(f"lora.{key}") for key in keys}, f"{reader.path}: the section [lora]")
 
 
+def dtype_of(reader: CheckpointReader) -> torch.dtype:
+    """Return the data type that all weights of a checkpoint have, or all of its adapters."""
+    ends = ".lora_a", "model.tok_embeddings.weight"
+    return next(dtype for name, dtype in reader.dtypes.items() if name.endswith(ends))
+
+
 def base_of(reader: CheckpointReader) -> str:
     """Return the folder of the base of adapters. Raises ConfigError if it has other weights now, or there is none."""
     place = reader.state["config"].get("checkpoint.initial_load_path", SEEDED)
@@ -87,9 +93,8 @@ def merge(reader: CheckpointReader, model: nn.Module) -> None:
     alpha / rank B A, rounded once."""
     from titanlite.hf.load import local_indices  # imported here: hf/ imports this folder
 
-    lora, parameters = lora_of(reader), dict(model.named_parameters())
+    lora, dtype, parameters = lora_of(reader), dtype_of(reader), dict(model.named_parameters())
     adapters = adapters_of(reader, lora, {name: parameter.shape for name, parameter in parameters.items()})
-    dtype = next(dtype for name, dtype in reader.dtypes.items() if name.endswith(".lora_a"))
     for name, parameter in parameters.items():
         local = local_shard(parameter)
         local.copy_(local.to(dtype if lora.base_dtype == "auto" else getattr(torch, lora.base_dtype)))

@@ -131,13 +131,10 @@ class Checkpointer(NoCheckpoints):
             raise ConfigError([problem + "the next resume would pick them"])
         problems, damaged = list[str](), list[tuple[Path, str]]()
         if names:
-            from titanlite.checkpoint.loading import Expected, load_checkpoint  # imported here: a new run loads nothing
-
-            timeout = self.comm.init_timeout_seconds
-            expected = Expected(self.identity, self.may_differ, self.config, self.group, timeout)
+            from titanlite.checkpoint.loading import load_checkpoint  # imported here: a new run loads nothing
         while names and (self.checkpoint.on_corrupt == "previous" or not problems):
             path = self.folder / names[-1]
-            state, problems = load_checkpoint(path, model, optimizer, expected)
+            state, problems = load_checkpoint(path, model, optimizer, self)
             if not problems:
                 for bad, problem in damaged if dist.get_rank() == 0 else []:  # a later start must not try them again
                     print(f"{problem}; renamed to {self._names.set_aside(bad, DAMAGED)}", flush=True)
@@ -164,13 +161,11 @@ class Checkpointer(NoCheckpoints):
         """Save a step, once an earlier asynchronous save is done; `state` is plain JSON, the same on every rank. Raises
         TrainingError if this checkpoint, or an earlier asynchronous one, could not be written, and checkpoint.on_error
         = "fail" or `is_last`."""
-        with self._stops_training():
-            self._finish()
+        self.finish()
         with self._stops_training(), self._tolerated(step, is_last):
-            with collected_problems(self.group, OSError) as problems:
+            with self._saves(step):
                 if dist.get_rank() == 0:
                     self._names.create(step)
-            self._raise_unsaved(step, problems)
             states = {name: dequantized(state) for name, state in optimizer_tensors(model, optimizer).items()}
             generators = {name: (value, (0,), tuple(value.shape)) for name, value in random_states().items()}
             slices = slices_to_save(model_tensors(model) | states) | generators
@@ -207,7 +202,7 @@ class Checkpointer(NoCheckpoints):
         renames the folder, so that an asynchronous save is complete even if the training has failed since."""
         rank, stored, folder = dist.get_rank(), None, self.folder / f"step-{step}{TEMPORARY}"
         file = folder / f"rank-{rank:05d}.safetensors"
-        with collected_problems(self.group, OSError) as problems:
+        with self._saves(step):
             stored = with_all_ranks(
                 lambda: write_file(self._names.named(step, TEMPORARY) / file.name, slices),
                 lambda: file.stat().st_size if file.exists() else 0,
@@ -215,16 +210,14 @@ class Checkpointer(NoCheckpoints):
                 group=self.group,
                 timeout=self.comm.train_timeout_seconds,
             )
-        self._raise_unsaved(step, problems)
         files: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
         dist.gather_object((file.name, stored), files, group=self.group)
-        with collected_problems(self.group, OSError) as problems:
+        with self._saves(step):
             if files is not None:
                 write_synced(self._names.named(step, TEMPORARY) / STATE, state)
                 write_synced(folder / MANIFEST, build_manifest(dict(files), state))
                 sync_folder(folder)
                 self._names.publish(step)
-        self._raise_unsaved(step, problems)
 
     def after_step(self, step: int, state: RunState, *, asked: bool, is_last: bool) -> None:
         mark("saving a checkpoint")
@@ -252,11 +245,18 @@ class Checkpointer(NoCheckpoints):
 
     def finish(self) -> None:
         """Wait for an asynchronous save. Raises TrainingError as `save` does."""
-        with self._stops_training():
-            self._finish()
+        if self._saving:
+            (step, is_last, future, stack), self._saving = self._saving, None
+            with self._stops_training(), self._tolerated(step, is_last):
+                with stack:
+                    while not future.done():  # `with_all_ranks` ends it if a rank stalls
+                        wait([future], timeout=1)
+                        alive()
+                    future.result()
+                self._saved(step)
 
     def close(self) -> None:
-        self._finish()
+        self.finish()
         self._thread.shutdown()
         self._names.close()
         dist.destroy_process_group(self.group)
@@ -270,7 +270,7 @@ class Checkpointer(NoCheckpoints):
         except Exception:
             step = self._saving[0] if self._saving else 0
             try:
-                self._finish()
+                self.finish()
             except Exception as error:  # the first error is the one to report; this one only says what was lost
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 print(f"checkpoint step-{step} was not finished: {reason}", file=sys.stderr, flush=True)
@@ -282,9 +282,6 @@ class Checkpointer(NoCheckpoints):
 
     def confirm(self, step: int) -> None:
         self._finite_step = step
-        self._confirm()
-
-    def _confirm(self) -> None:
         for step in [each for each in self.unconfirmed if each < min(self._finite_step, self.agreed_step)]:
             self.unconfirmed.remove(step)
             try:
@@ -301,7 +298,7 @@ class Checkpointer(NoCheckpoints):
         the replicas last agreed. Every rank must call it.
         """
         with contextlib.suppress(NotSavedError):
-            self._finish()
+            self.finish()
         steps = [step for step in self.unconfirmed if suffix == SUSPECT or step >= self._finite_step]
         self.unconfirmed = [step for step in self.unconfirmed if step not in steps]
         return self._from_rank0(lambda: self._set_steps_aside(steps, suffix))
@@ -343,22 +340,10 @@ class Checkpointer(NoCheckpoints):
         dist.broadcast_object_list(result, group=self.group)
         return result[0]
 
-    def _finish(self) -> None:
-        """Wait for an asynchronous save."""
-        if self._saving:
-            (step, is_last, future, stack), self._saving = self._saving, None
-            with self._tolerated(step, is_last):
-                with stack:
-                    while not future.done():  # `with_all_ranks` ends it if a rank stalls
-                        wait([future], timeout=1)
-                        alive()
-                    future.result()
-                self._saved(step)
-
     def _saved(self, step: int) -> None:
         """Register a complete checkpoint, which waits for a finite step after it unless there has been one."""
         self.unconfirmed.append(step)
-        self._confirm()
+        self.confirm(self._finite_step)
 
     @contextlib.contextmanager
     def _tolerated(self, step: int, is_last: bool) -> Iterator[None]:
@@ -379,6 +364,10 @@ class Checkpointer(NoCheckpoints):
         yield
         self.seconds += time.perf_counter() - begin
 
-    def _raise_unsaved(self, step: int, problems: list[str]) -> None:
+    @contextlib.contextmanager
+    def _saves(self, step: int) -> Iterator[None]:
+        """Raise NotSavedError on every rank if the body raises OSError on one of them."""
+        with collected_problems(self.group, OSError) as problems:
+            yield
         if problems:
             raise NotSavedError(f"{self.folder / f'step-{step}'} could not be saved: {'; '.join(problems)}")

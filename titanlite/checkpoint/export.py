@@ -1,71 +1,27 @@
-"""Write a checkpoint as a Hugging Face folder that transformers, vLLM and others load.
+"""Writing a checkpoint as a Hugging Face folder, with what the run's config.toml and the folder of the released model
+that it started from say about the weights. tools/export.py has the command."""
 
-    titanlite export CHECKPOINT OUT [--dtype bfloat16] [--ema] [--tokenizer FOLDER] [--source FOLDER]
-                                    [--max-seq-len N] [--verify]
-    titanlite export CHECKPOINT OUT --merge [...]         adapters (LoRA), merged into their base
-
-CHECKPOINT is a step-N folder, or the folder of a run's checkpoints, of which the newest is exported. OUT must not
-exist. It gets the weights as safetensors of at most 5 GB, config.json, generation_config.json, the tokenizer's files
-and README.md, a model card. One process with the memory of one tensor is enough, without a GPU.
-
-The run's config.toml, beside the folder of its checkpoints, names the tokenizer and the folder whose weights the run
-started from, if any; --tokenizer and --source name others. The config.json and generation_config.json of that folder
-are kept, with its dtype, except for what the run changed, --dtype and --max-seq-len. Without such a folder, config.json
-states the training's sequence length, and the dtype is the checkpoint's.
-
---verify has transformers load OUT, and compares its logits with the checkpoint's, block by block, in float64. It needs
-24 bytes of memory per parameter. If OUT exists, nothing is written, and it is compared.
-
-A checkpoint of adapters (LoRA) is exported in the format of peft, without a tokenizer, or merged with --merge, which
-needs the host memory of the full model.
-
-Exit status: 0 written, or equal; 1 OUT cannot be written, or differs; 2 the checkpoint or an argument is wrong.
-"""
-
-import errno
-import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 
+from titanlite.build_llama import build_llama
+from titanlite.checkpoint.adapters import base_of, dtype_of, lora_of
+from titanlite.checkpoint.average_reader import AverageReader
+from titanlite.checkpoint.exported_files import model_card, tokenizer_files
 from titanlite.checkpoint.folder import state_of
+from titanlite.checkpoint.initial_weights import step_folders
+from titanlite.checkpoint.loading import load_weights
+from titanlite.checkpoint.reader import CheckpointReader
+from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config.hf.values import how_to_download, read_json_object
 from titanlite.config.loader import ConfigError, read_toml, show
 from titanlite.config.schema import SEEDED, Checkpoint, Model
-from titanlite.launch.arguments import Parser, count
-
-EXPORT_DTYPES = ("bfloat16", "float32", "float16")
-
-
-def main(argv: list[str], verify: Callable[[Path, Path, bool], bool]) -> int:
-    """Run `titanlite export`, and `verify` on the checkpoint and the folder if asked to. Returns the exit status."""
-    usage = "titanlite export CHECKPOINT OUT [--dtype bfloat16|float32|float16] [--tokenizer FOLDER] [--source FOLDER]"
-    usage += " [--ema] [--max-seq-len N] [--merge] [--verify]"
-    parser = Parser(usage, __doc__)
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a step-N folder, or the folder of several")
-    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
-    text = "dtype of written weights (default: the source's, or the checkpoint's)"
-    parser.add_argument("--dtype", choices=EXPORT_DTYPES, help=text)
-    parser.add_argument("--ema", action="store_true", help="write the average of the weights (ema.decay) instead")
-    parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="a tokenizer.json, or the folder with it")
-    text = "folder of the model that the run started from; none: a new config.json"
-    parser.add_argument("--source", metavar="FOLDER", help=text)
-    parser.add_argument("--max-seq-len", type=count(), metavar="N", help="positions that config.json states")
-    parser.add_argument("--merge", action="store_true", help="merge adapters (LoRA) into their base")
-    parser.add_argument("--verify", action="store_true", help="compare the folder with the checkpoint")
-    arguments = parser.parse_args(argv)
-    options, verifies = vars(arguments), vars(arguments).pop("verify")
-    try:
-        None if verifies and (arguments.out / "config.json").is_file() else run(**options)
-    except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            raise
-        print(f"error: {arguments.out}: cannot be written: {error}", file=sys.stderr)
-        return 1
-    return 0 if not verifies or verify(arguments.checkpoint, arguments.out, arguments.ema) else 1
+from titanlite.data.open import build_tokenizer
+from titanlite.data.tokenizer import Rows
 
 
 def run(
@@ -79,22 +35,15 @@ def run(
     merge: bool = False,
 ) -> None:
     """Export a checkpoint and print what was written. Raises ConfigError if it cannot be exported."""
-    import torch  # here, so that --help does not wait for it
-
-    from titanlite.checkpoint.adapters import base_of, lora_of
-    from titanlite.checkpoint.average_reader import AverageReader
-    from titanlite.checkpoint.exported_files import model_card
-    from titanlite.checkpoint.initial_weights import step_folders
-    from titanlite.checkpoint.reader import CheckpointReader
-    from titanlite.hf.export import export
+    from titanlite.hf.export import export  # imported here: hf/ imports this folder
+    from titanlite.hf.load import HF_DTYPES
     from titanlite.hf.peft import export_adapters
 
     path = step_folders(checkpoint)[-1]
     reader: Any = AverageReader(path) if ema else CheckpointReader(path)
-    options = model_options(path, reader.state)
-    own_dtype = reader.dtypes[_first_weight(reader)]
-    if (lora := lora_of(reader)) and not merge:
-        kind = getattr(torch, dtype) if dtype else own_dtype
+    options, lora = model_options(path, reader.state), lora_of(reader)
+    kind = getattr(torch, dtype) if dtype else dtype_of(reader)
+    if lora and not merge:
         n_adapters = export_adapters(reader, options, lora, out, base=base_of(reader), dtype=kind)
         print(f"wrote {out}: {path.name}, {str(kind).removeprefix('torch.')}, adapters for peft: {n_adapters}")
         return
@@ -114,8 +63,9 @@ def run(
     if isinstance(assets, str):
         bos, eos, origin, own_files = _tokenizer(assets, options.vocab_size, max_seq_len)
         files |= own_files
-    dtype = dtype or before.get("dtype") or before.get("torch_dtype")
-    kind = getattr(torch, dtype) if dtype in EXPORT_DTYPES else own_dtype
+    before_dtype = before.get("dtype") or before.get("torch_dtype")
+    if not dtype and before_dtype in HF_DTYPES.values():
+        kind = getattr(torch, before_dtype)
     if merge:
         reader = _merged(path, options, kind)
     origins = {"source": released, "files": files, "bos": bos, "eos": eos}
@@ -130,10 +80,6 @@ def run(
 
 def _tokenizer(assets: str, vocab_size: int, max_seq_len: int) -> tuple[int | None, int, str, dict[str, Any]]:
     """Return BOS, EOS, a description and the files to write of a tokenizer. Raises ConfigError if it does not fit."""
-    from titanlite.checkpoint.exported_files import tokenizer_files
-    from titanlite.data.open import build_tokenizer
-    from titanlite.data.tokenizer import Rows
-
     rows = Rows(vocab_size, f"model.vocab_size = {vocab_size}", "name the run's with --tokenizer")
     built, origin = build_tokenizer(assets).fit(rows), assets or "bytes, so there are no files of it"
     if built.vocab_size > rows.n:
@@ -141,20 +87,8 @@ def _tokenizer(assets: str, vocab_size: int, max_seq_len: int) -> tuple[int | No
     return built.bos, built.eos, origin, tokenizer_files(built, max_seq_len) if assets else {}
 
 
-def _first_weight(reader: Any) -> str:
-    """Return the name of a tensor whose data type all weights of a checkpoint, or all of its adapters, have."""
-    return next((name for name in reader.shapes if name.endswith(".lora_a")), "model.tok_embeddings.weight")
-
-
-def _merged(path: Path, options: Model, dtype: Any) -> Any:
-    """Return weights with the adapters of a checkpoint merged, with `shapes` and `read` as a CheckpointReader has. It
-    takes the host memory of the full model."""
-    import torch
-
-    from titanlite.build_llama import build_llama
-    from titanlite.checkpoint.loading import load_weights
-    from titanlite.checkpoint.tensors import model_tensors
-
+def _merged(path: Path, options: Model, dtype: torch.dtype) -> Any:
+    """Return a reader of weights with the adapters of a checkpoint merged. It has the full model in host memory."""
     model = build_llama(options, max_seq_len=1).to(dtype)
     model.materialize(torch.device("cpu"))
     load_weights(path, model, options)
@@ -166,12 +100,10 @@ def _merged(path: Path, options: Model, dtype: Any) -> Any:
 def export_last_step(dump_folder: Path, options: Checkpoint) -> None:
     """Export the checkpoint of a run's last step, if there is one and it has not been exported, as step-N-hf in the
     folder of checkpoints. The run's config.toml has the step. Raises ConfigError if it cannot be exported."""
-    from titanlite.checkpoint.reader import CheckpointReader
-
     step = value_of_run(read_config(dump_folder / "config.toml"), "training", "steps")
     checkpoint, out = (dump_folder / options.folder / f"step-{step}{end}" for end in ("", "-hf"))
     if checkpoint.exists() and not out.exists():
-        merge = bool(CheckpointReader(checkpoint).state["identity"].get("lora.rank"))
+        merge = lora_of(CheckpointReader(checkpoint)) is not None
         run(checkpoint, out, None if options.export_dtype == "auto" else options.export_dtype, merge=merge)
 
 

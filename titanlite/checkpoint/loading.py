@@ -1,8 +1,8 @@
 """Loading a checkpoint into a run that resumes from it, under any layout, and loading weights without the rest."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,60 +25,47 @@ from titanlite.config.schema import Model
 from titanlite.launch.progress import progress
 
 
-class Expected(NamedTuple):
-    """The properties of a resuming run that its checkpoint must match: see Checkpointer."""
-
-    identity: dict[str, Any]
-    may_differ: Collection[str]
-    config: Mapping[str, Any]
-    group: dist.ProcessGroup
-    timeout: float
-    """Seconds within which each rank must read a byte."""
-
-
 def load_checkpoint(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, expected: Expected
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: Any
 ) -> tuple[dict[str, Any], list[str]]:
-    """Load a checkpoint. Return its state, and a line for each problem on any rank. Raises ConfigError if it is of
-    another run."""
-    with collected_problems(expected.group) as problems:
+    """Load a checkpoint for the run of a Checkpointer. Return its state, and a line for each problem on any rank.
+    Raises ConfigError if it is of another run."""
+    with collected_problems(checkpointer.group) as problems:
         reader = CheckpointReader(path)
     if problems:
         return {}, problems
     state, options = reader.state, {"mixture": ", set training.change_mixture_on_resume = true"}
-    if changed := listed(state["config"], expected.config, OF_DATA):
+    if changed := listed(state["config"], checkpointer.config, OF_DATA):
         why = "; without data of its own, validation takes validation.fraction of the documents from the training"
         options["data"] = f" (changed: {changed}{why * ('validation.' in changed)})"
     saved = _with_optimizer(state["identity"], state["config"])
-    own = _with_optimizer(expected.identity, expected.config if state["config"] else {})
+    own = _with_optimizer(checkpointer.identity, checkpointer.config if state["config"] else {})
     differences = [
         f"{path}: saved with {key} = {show(saved.get(key))}, and this run has {show(value)}; resume "
         f"with the same{options.get(key, '')}, or start in another job.dump_folder "
         "(checkpoint.initial_load_path loads only the weights)"
         for key, value in {**dict.fromkeys(saved), **own}.items()
-        if saved.get(key) != value and key not in expected.may_differ
+        if saved.get(key) != value and key not in checkpointer.may_differ
     ]
     if differences:
         raise ConfigError(differences)
-    return state, _load(reader, model, optimizer, expected)
+    return state, _load(reader, model, optimizer, checkpointer)
 
 
-def _load(
-    reader: CheckpointReader, model: nn.Module, optimizer: torch.optim.Optimizer, expected: Expected
-) -> list[str]:
+def _load(reader: CheckpointReader, model: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: Any) -> list[str]:
     """Load a checkpoint's tensors, and return a line for each problem on any rank."""
     n_saved = sum(name.startswith("random.cpu.") for name in reader.shapes)
     generators = random_states() if n_saved == dist.get_world_size() else {}  # {}: keep this run's own states
     states = optimizer_tensors(model, optimizer)
     portable = {name: dequantized(state) for name, state in states.items()}
     tensors = model_tensors(model) | portable
-    limits = {"group": expected.group, "timeout": expected.timeout}
+    limits = {"group": checkpointer.group, "timeout": checkpointer.comm.init_timeout_seconds}
     problems = load_tensors(reader, tensors, generators, ("model.", "optimizer."), **limits)
     if not problems:
         for name, state in states.items():
             if state is not portable[name]:
                 load_quantized(state, portable[name], optimizer.store, is_square=name.endswith(".exp_avg_sq"))
-        with collected_problems(expected.group, RuntimeError) as problems:
+        with collected_problems(checkpointer.group, RuntimeError) as problems:
             for name, value in generators.items():
                 (torch.cuda if name.startswith("random.cuda.") else torch).set_rng_state(value)
     return problems

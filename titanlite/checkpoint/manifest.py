@@ -71,9 +71,6 @@ class Manifest(Record):
         """Names of the files in the order that layouts count them."""
         return list(self.files)
 
-    def shape(self, name: str) -> torch.Size:
-        return torch.Size(self.tensors[name].shape)
-
     def slices(self, name: str, wanted: Slice) -> list[tuple[int, Slice]]:
         """Return the stored slices of a tensor that overlap the `wanted` slice, each with its file."""
         layout = self.tensors[name].layout

@@ -48,7 +48,7 @@ class CheckpointReader:
     @functools.cached_property
     def shapes(self) -> dict[str, torch.Size]:
         """Shapes of the full tensors by name."""
-        return {name: self.manifest.shape(name) for name in self.manifest.tensors}
+        return {name: torch.Size(entry.shape) for name, entry in self.manifest.tensors.items()}
 
     @functools.cached_property
     def dtypes(self) -> dict[str, torch.dtype]:

@@ -6,27 +6,16 @@ Rules between a config and a launch are in launch.py, and rules for old versions
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, get_args
 
 from titanlite.config import keys
-from titanlite.config.loader import Rejections, show, value_of
+from titanlite.config.loader import Rejections, options_of, show, value_of
 from titanlite.config.rules_data import data_rules, dataset_rules
 from titanlite.config.rules_families import family_rules
 from titanlite.config.rules_model import expert_rules, model_rules, size_rules
 from titanlite.config.rules_parallelism import context_rules, pipeline_rules, shard_rules, split_backward_rules
-from titanlite.config.schema import (
-    Checkpoint,
-    Config,
-    Ema,
-    FaultTolerance,
-    Float8,
-    Lora,
-    Mla,
-    Moe,
-    Optimizer,
-    Precision,
-)
+from titanlite.config.schema import Config, Precision
 
 STATES, ROUNDING = "optimizer.state_dtype", "optimizer.stochastic_rounding"
 OFFLOAD, OFFLOAD_ALL = "optimizer.enable_cpu_offload", "training.enable_cpu_offload"
@@ -52,17 +41,17 @@ class Dependent(NamedTuple):
         return value in self.on if self.on else value > max(self.off)
 
 
-def _keys(section: str, fields: Iterable[str], *others: str) -> list[str]:
-    """Return the keys of some fields of a section, except `others`."""
-    return [f"{section}.{name}" for name in fields if name not in others]
+def _keys(beginning: str, *others: str) -> list[str]:
+    """Return the keys that begin so, as those of a section, except those that end in one of `others`."""
+    excepted = {beginning + other for other in others}
+    return [key for key in options_of(Config) if key.startswith(beginning) and key not in excepted]
 
 
 LOSS_SCALE = ["training.initial_loss_scale", "training.loss_scale_growth_interval"]
-OF_GROUPS = _keys("fault_tolerance", FaultTolerance.model_fields, "enable")
-OF_EXPERTS = _keys("model.moe", Moe.model_fields, "n_experts", "balance_bias_rate", "swiglu_alpha")
+OF_GROUPS = _keys("fault_tolerance.", "enable")
+OF_EXPERTS = _keys("model.moe.", "n_experts", "balance_bias_rate", "swiglu_alpha")
 OF_PIPELINE = [keys.SCHEDULE, keys.MICROBATCH, keys.STAGES_PER_RANK, keys.BALANCE, *keys.END_LAYERS, keys.STAGE_MODULES]
-OF_CHECKPOINTS = _keys("checkpoint", Checkpoint.model_fields, "enable", "initial_load_path", "export_dtype")
-OF_MUON = _keys("optimizer", [name for name in Optimizer.model_fields if name.startswith("muon_")])
+OF_CHECKPOINTS = _keys("checkpoint.", "enable", "initial_load_path", "export_dtype")
 DEPENDENT_OPTIONS = [
     Dependent([keys.PROMPTS], "validation.enable", on=(True,), off=(False,)),
     Dependent(["training.streaming_shards", keys.SHUFFLE_BLOCK], keys.STREAMING, on=(True,)),
@@ -72,19 +61,19 @@ DEPENDENT_OPTIONS = [
     Dependent(OF_CHECKPOINTS, "checkpoint.enable", on=(True,), off=(False,)),
     Dependent(["checkpoint.export_dtype"], "checkpoint.last_save_in_hf", on=(True,), off=(False,)),
     Dependent(["compile.backend", "compile.components"], "compile.enable", on=(True,), off=(False,)),
-    Dependent(_keys("float8", Float8.model_fields, "enable"), "float8.enable", on=(True,), off=(False,)),
+    Dependent(_keys("float8.", "enable"), "float8.enable", on=(True,), off=(False,)),
     Dependent(OF_GROUPS, keys.GROUPS_ON, on=(True,), off=(False,)),
-    Dependent([*OF_MUON, QK_CLIP], keys.OPTIMIZER, on=("Muon",)),
-    Dependent(_keys("ema", Ema.model_fields, "decay"), EMA, off=(0,)),
+    Dependent([*_keys("optimizer.muon_"), QK_CLIP], keys.OPTIMIZER, on=("Muon",)),
+    Dependent(_keys("ema.", "decay"), EMA, off=(0,)),
     Dependent(["ema.validation"], "validation.enable", on=(True,), off=(False,)),
-    Dependent(_keys("lora", Lora.model_fields, "rank"), "lora.rank", off=(0,)),
+    Dependent(_keys("lora.", "rank"), "lora.rank", off=(0,)),
     Dependent(["int8.filter_fqns"], "int8.enable", on=(True,), off=(False,)),
     Dependent(["model.moe.balance_bias_rate"], "model.moe.balance_bias", on=(True,), off=(False,)),
     Dependent(["model.moe.swiglu_alpha"], "model.moe.swiglu_limit", off=(0,)),
     Dependent(OF_EXPERTS, keys.EXPERTS, off=(0,)),
     Dependent([keys.EXPERT], keys.EXPERTS, off=(0,)),
     Dependent(["plan.expert_imbalance"], keys.EXPERT, off=(1,)),
-    Dependent(_keys("model.mla", Mla.model_fields, "kv_lora_rank"), keys.LATENT, off=(0,)),
+    Dependent(_keys("model.mla.", "kv_lora_rank"), keys.LATENT, off=(0,)),
     Dependent(["parallelism.disable_loss_parallel", keys.ASYNC_TENSOR], keys.TENSOR, off=(1,)),
     Dependent(OF_PIPELINE, keys.PIPELINE, off=(1,)),
 ]

@@ -7,7 +7,7 @@ would be rounded away in bfloat16; weights in float64 have one in float64.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -55,21 +55,17 @@ def _create_states(optimizer: torch.optim.Optimizer) -> Tensor:
 
 
 @contextlib.contextmanager
-def averaged(optimizer: torch.optim.Optimizer) -> Iterator[Callable[[], None]]:
-    """Yield a function that puts the averages in the place of the weights. After the body, the weights are back, bit
-    for bit. They take the memory of one more copy meanwhile, which gradients have during a step."""
-    weights: list[tuple[Tensor, Tensor]] = []
-
-    def exchange() -> None:
-        for weight, state in optimizer.state.items():
-            shard = local_shard(weight)
-            weights.append((shard, shard.clone()))
-            shard.copy_(local_shard(state[AVERAGE]))
-
+def averaged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Put the averages in the place of the weights. After the body, the weights are back, bit for bit. They take the
+    memory of one more copy meanwhile, which gradients have during a step."""
+    shards = [local_shard(weight) for weight in optimizer.state]
+    weights = [shard.clone() for shard in shards]
     try:
-        yield exchange
+        for shard, state in zip(shards, optimizer.state.values(), strict=True):
+            shard.copy_(local_shard(state[AVERAGE]))
+        yield
     finally:
-        for shard, value in weights:
+        for shard, value in zip(shards, weights, strict=True):
             shard.copy_(value)
 
 
@@ -78,15 +74,15 @@ class AveragedValidator(Validator):
 
     def __init__(self, optimizer: torch.optim.Optimizer, *arguments: Any):
         super().__init__(*arguments)
-        self.optimizer, self._batches = optimizer, self.batches
+        of_validation = self.batches
+
+        def batches() -> Any:
+            self._averages.enter_context(averaged(optimizer))  # a validation that is due asks for batches
+            return of_validation()
+
+        self.batches = batches
 
     def after_step(self, step: int, *, is_last: bool, stopping: bool) -> dict[str, float]:
-        """Return what a Validator does; it asks for batches if a validation is due."""
-        with torch.no_grad(), averaged(self.optimizer) as exchange:
-
-            def batches() -> Any:
-                exchange()
-                return self._batches()
-
-            self.batches = batches
+        """Return what a Validator does."""
+        with torch.no_grad(), contextlib.ExitStack() as self._averages:
             return super().after_step(step, is_last=is_last, stopping=stopping)

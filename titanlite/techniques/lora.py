@@ -38,14 +38,14 @@ class Adapters(nn.Module):
         """Check the targets. `model()` returns the full model, of which `stage` may be a pipeline stage. Raises
         ConfigError for a target that no layer has, or whose forward is not affine, and for a stage without targets."""
         super().__init__()
-        self.lora, self.names = lora, list(_targets(stage, lora.targets))
+        names = _targets(stage, lora.targets)
+        self.lora, self.names = lora, sorted(set().union(*names.values()))
         self.stage = (stage,)  # a tuple, since an attribute would make the stage a module of its own module
-        if _without(self.names, lora.targets):  # other stages may have them
+        if not all(names.values()):  # other stages may have them
             full = model()
-            layers = {name.rpartition(".")[2] for name, module in _modules(full) if isinstance(module, nn.Linear)}
-            expected = f"expected names of linear layers: {', '.join(sorted(layers))}"
-            missing = _without(list(_targets(full, lora.targets)), lora.targets)
-            if missing:
+            if missing := [target for target, found in _targets(full, lora.targets).items() if not found]:
+                layers = {name.rpartition(".")[2] for name, module in _modules(full) if isinstance(module, nn.Linear)}
+                expected = f"expected names of linear layers: {', '.join(sorted(layers))}"
                 raise ConfigError([f"lora.targets: {show(each)}: no layer has it; {expected}" for each in missing])
         if not self.names:
             stages = "a pipeline stage has none of these layers; set targets that each stage has, or fewer stages"
@@ -70,29 +70,21 @@ def _modules(model: Llama) -> Iterator[tuple[str, nn.Module]]:
         yield from ((f"layers.{layer}.{name}", module) for name, module in block.named_modules() if name)
 
 
-def _is(name: str, target: str) -> bool:
-    return f".{name}".endswith(f".{target}")
-
-
-def _without(names: list[str], targets: list[str]) -> list[str]:
-    """Return the targets that none of these names has."""
-    return [target for target in targets if not any(_is(name, target) for name in names)]
-
-
-def _targets(model: Llama, targets: list[str]) -> Iterator[str]:
-    """Yield the names of the modules that a target names. Raises ConfigError for one whose forward is not affine, or
-    that is computed with the experts."""
-    of_experts = [f"{name}." for name, module in _modules(model) if isinstance(module, RunsUncompiled)]
+def _targets(model: Llama, targets: list[str]) -> dict[str, list[str]]:
+    """Return the names of the modules that each target names. Raises ConfigError for one whose forward is not affine,
+    or that is computed with the experts."""
+    of_experts = tuple(f"{name}." for name, module in _modules(model) if isinstance(module, RunsUncompiled))
+    names: dict[str, list[str]] = {target: [] for target in targets}
     for name, module in _modules(model):
-        named = [target for target in targets if _is(name, target)]
-        if not named:
-            continue
-        problem = f"lora.targets: {show(named[0])}: {name} is a {type(module).__name__}"
-        if type(module).forward is not nn.Linear.forward:
-            raise ConfigError([f"{problem}, whose forward is not affine; name linear layers, as wq or feed_forward.w1"])
-        if name.startswith(tuple(of_experts)):
-            raise ConfigError([f"{problem} of a mixture of experts, which has no adapters; name attention's"])
-        yield name
+        for target in (each for each in names if f".{name}".endswith(f".{each}")):
+            problem = f"lora.targets: {show(target)}: {name} is a {type(module).__name__}"
+            if type(module).forward is not nn.Linear.forward:
+                problem += ", whose forward is not affine; name linear layers, as wq or feed_forward.w1"
+                raise ConfigError([problem])
+            if name.startswith(of_experts):
+                raise ConfigError([f"{problem} of a mixture of experts, which has no adapters; name attention's"])
+            names[target].append(name)
+    return names
 
 
 def add_adapter(layer: nn.Linear, lora: Lora) -> None:

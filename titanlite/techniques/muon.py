@@ -29,17 +29,13 @@ RMS = 0.2
 
 
 class Unit(NamedTuple):
-    """The work of one rank in a round: a matrix to orthogonalize, or some experts of a stack of matrices.
-
-    Attributes:
-        number: index of the weight among the optimizer's matrices.
-        shape: the unit's shape.
-        first: number of the first expert; 0 for a matrix.
-    """
+    """The work of one rank in a round: a matrix to orthogonalize, or some experts of a stack of matrices."""
 
     number: int
+    """Index of the weight among the optimizer's matrices."""
     shape: tuple[int, ...]
     first: int
+    """Number of the first expert; 0 for a matrix."""
 
 
 def is_orthogonalized(name: str, parameter: Tensor) -> bool:
@@ -120,15 +116,9 @@ class Assignment(NamedTuple):
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for matrices, and AdamW for all other weights.
-
-    Args:
-        adamw: AdamW of the other weights.
-        matrices: weights, plain or DTensors.
-        group: the ranks that have shards of the matrices; None: this one alone.
-
-    The state of a matrix is its momentum_buffer, with the weight's shape, type and placements.
-    """
+    """Muon for matrices, plain tensors or DTensors, and `adamw` for all other weights. `group`: the ranks that have
+    shards of the matrices; None: this one alone. The state of a matrix is its momentum_buffer, with the weight's shape,
+    type and placements."""
 
     def __init__(
         self,

@@ -35,12 +35,8 @@ number of blocks: more blocks compute fewer logits that the causal mask leaves o
 
 class QkClip:
     """Records the largest logits of a model's heads, and scales the weights of those that are above a threshold.
-
-    Args:
-        model: all layers of this rank.
-        group: the ranks that have these layers; None: this one alone.
-        tensor_rank: number of this rank among those that the heads are sharded over.
-    """
+    `group`: the ranks that have these layers; None: this one alone. `tensor_rank`: number of this rank among those that
+    the heads are sharded over."""
 
     def __init__(self, model: nn.Module, threshold: float, group: dist.ProcessGroup | None, tensor_rank: int):
         self.threshold, self.group, self.tensor_rank = threshold, group, tensor_rank

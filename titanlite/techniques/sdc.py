@@ -43,12 +43,8 @@ def hash_of_bits(tensor: Tensor) -> Tensor:
 
 class CorruptionCheck(Observer):
     """Compares replicas and repeated steps. Every rank must make the same calls. A checkpointer, if there is one, takes
-    a checkpoint for good only after a later check that found no difference.
-
-    Args:
-        freq: number of steps from one check to the next.
-        guard: has the loss scale of a step.
-    """
+    a checkpoint for good only after a later check that found no difference. `freq`: steps from one check to the next;
+    `guard` has the loss scale of a step."""
 
     def __init__(
         self,
@@ -70,16 +66,9 @@ class CorruptionCheck(Observer):
             self.check(step, loss_sum, lambda: self.train_step.forward_backward(batches, self.guard.loss_scale))
 
     def check(self, step: int, loss_sum: Tensor, compute_again: Callable[[], tuple[Tensor, Tensor]]) -> None:
-        """Compare a step's loss and gradients with those of `compute_again`, and the weights with their replicas'.
-
-        Args:
-            step: the step whose gradients are in the parameters. The gradients of the repeated step replace them.
-            loss_sum: this rank's sum of token losses, from the first forward and backward.
-            compute_again: does the same forward and backward again.
-
-        Raises:
-            TrainingError: on every rank, if some rank found a difference.
-        """
+        """Compare a step's loss and gradients with those of `compute_again`, which does the same forward and backward
+        again, and the weights with their replicas'. The gradients of the repeated step replace those in the parameters.
+        `loss_sum`: this rank's sum of token losses. Raises TrainingError on every rank if some found a difference."""
         gradients = self._hashes_of_gradients()
         self.optimizer.zero_grad()
         again, _ = compute_again()

@@ -1,18 +1,66 @@
-"""Run `titanlite export`, with --verify."""
+"""Write a checkpoint as a Hugging Face folder that transformers, vLLM and others load.
 
+    titanlite export CHECKPOINT OUT [--dtype bfloat16] [--ema] [--tokenizer FOLDER] [--source FOLDER]
+                                    [--max-seq-len N] [--verify]
+    titanlite export CHECKPOINT OUT --merge [...]         adapters (LoRA), merged into their base
+
+CHECKPOINT is a step-N folder, or the folder of a run's checkpoints, of which the newest is exported. OUT must not
+exist. It gets the weights as safetensors of at most 5 GB, config.json, generation_config.json, the tokenizer's files
+and README.md, a model card. One process with the memory of one tensor is enough, without a GPU.
+
+The run's config.toml, beside the folder of its checkpoints, names the tokenizer and the folder whose weights the run
+started from, if any; --tokenizer and --source name others. The config.json and generation_config.json of that folder
+are kept, with its dtype, except for what the run changed, --dtype and --max-seq-len. Without such a folder, config.json
+states the training's sequence length, and the dtype is the checkpoint's.
+
+--verify has transformers load OUT, and compares its logits with the checkpoint's, block by block, in float64. It needs
+24 bytes of memory per parameter. If OUT exists, nothing is written, and it is compared.
+
+A checkpoint of adapters (LoRA) is exported in the format of peft, without a tokenizer, or merged with --merge, which
+needs the host memory of the full model.
+
+Exit status: 0 written, or equal; 1 OUT cannot be written, or differs; 2 the checkpoint or an argument is wrong.
+"""
+
+import errno
+import sys
 from pathlib import Path
 
-from titanlite.checkpoint import export
+from titanlite.launch.arguments import Parser, count
 
-__doc__ = export.__doc__  # the page of commands shows it
+DTYPES = ("bfloat16", "float32", "float16")
 
 
 def main(argv: list[str]) -> int:
     """Run `titanlite export`. Returns the exit status."""
-    return export.main(argv, verify)
+    usage = "titanlite export CHECKPOINT OUT [--dtype bfloat16|float32|float16] [--tokenizer FOLDER] [--source FOLDER]"
+    usage += " [--ema] [--max-seq-len N] [--merge] [--verify]"
+    parser = Parser(usage, __doc__)
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a step-N folder, or the folder of several")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
+    text = "dtype of written weights (default: the source's, or the checkpoint's)"
+    parser.add_argument("--dtype", choices=DTYPES, help=text)
+    parser.add_argument("--ema", action="store_true", help="write the average of the weights (ema.decay) instead")
+    parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="a tokenizer.json, or the folder with it")
+    text = "folder of the model that the run started from; none: a new config.json"
+    parser.add_argument("--source", metavar="FOLDER", help=text)
+    parser.add_argument("--max-seq-len", type=count(), metavar="N", help="positions that config.json states")
+    parser.add_argument("--merge", action="store_true", help="merge adapters (LoRA) into their base")
+    parser.add_argument("--verify", action="store_true", help="compare the folder with the checkpoint")
+    options = vars(parser.parse_args(argv))
+    checkpoint, out, verifies = options["checkpoint"], options["out"], options.pop("verify")
+    if not verifies or not (out / "config.json").is_file():
+        from titanlite.checkpoint.export import run  # imported here, so that --help does not wait for torch
 
+        try:
+            run(**options)
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                raise
+            print(f"error: {out}: cannot be written: {error}", file=sys.stderr)
+            return 1
+    if verifies:
+        from titanlite.tools.verify_export import verify  # imported here, since an export needs no model
 
-def verify(checkpoint: Path, out: Path, ema: bool) -> bool:
-    from titanlite.tools import verify_export  # imported here, since --help and an export need no model
-
-    return verify_export.verify(checkpoint, out, ema)
+        return 0 if verify(checkpoint, out, options["ema"]) else 1
+    return 0

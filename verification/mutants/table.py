@@ -367,7 +367,7 @@ CHECKPOINTS = [
            "if each < min(self._finite_step, self.agreed_step)", "if each <= min(self._finite_step, self.agreed_step)",
            SAVES),
     Mutant("checkpoint/loading.py", "a checkpoint of another run is resumed",
-           "key not in expected.may_differ", "key in expected.may_differ", TRAIN + " -k rejects"),
+           "key not in checkpointer.may_differ", "key in checkpointer.may_differ", TRAIN + " -k rejects"),
     Mutant("checkpoint/loading.py", "squares are quantized as signed numbers when they are loaded",
            'is_square=name.endswith(".exp_avg_sq")', "is_square=False", RESTORED),
     Mutant("checkpoint/loading.py", "random states are not restored",

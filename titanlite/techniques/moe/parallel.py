@@ -121,12 +121,8 @@ def _transposed(counts_AB: Tensor, n_rows: int) -> Tensor:
 
 
 class _Exchange:
-    """Sends rows of L experts on each of R ranks.
-
-    Args:
-        sent: how many rows this rank sends to each rank and expert, [R][L].
-        received: how many it receives from each rank for each of its experts, [R][L].
-    """
+    """Sends rows of L experts on each of R ranks. `sent`: how many rows this rank sends to each rank and expert,
+    [R][L]; `received`: how many it receives from each rank for each of its experts, [R][L]."""
 
     def __init__(self, group: dist.ProcessGroup, sent: list[list[int]], received: list[list[int]]):
         self.group, both = group, (sent, received)
