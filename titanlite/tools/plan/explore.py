@@ -35,7 +35,7 @@ AC = ["none", "selective", "selective attention", "full"]  # the mode, and selec
 MODE, WORKERS = r"(none|full|selective( \w+)?)", 4
 AXIS = rf"({'|'.join(DEGREES)}|batch)=[1-9]\d*(,[1-9]\d*)*|ac={MODE}(,{MODE})*|device=.+"
 
-Entries = dict[str, dict[str, Any]]  # what the page shows of a choice, by its key
+Entries = dict[str, dict[str, Any]]  # the data of each choice on the page, by its key
 Chain = dict[int, dict[str, LoadedConfig[Config]]]  # configs by batch, and by the choice's key
 
 
