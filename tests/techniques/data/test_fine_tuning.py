@@ -637,7 +637,7 @@ def test_a_mixture_of_texts_and_conversations(template, tmp_path):
     packings = [each.sequences.packing for each in sequences.components]
     assert [packing.long for packing in packings] == ["reject", "split", "truncate"]
     assert [packing.not_trained for packing in packings] == [BIT, 0, BIT]
-    assert [split.packing.not_trained for split in validated.splits] == [BIT, 0, BIT]
+    assert [split.not_trained for split in validated.splits] == [BIT, 0, BIT]
     answers, texts, truncated = (trained_texts(packing, tokenizer) for packing in packings)
     assert answers
     assert set(answers) < set(ANSWERS)
