@@ -133,8 +133,8 @@ class Logger:
         """Prepare the files of a run that begins after a step, 0 for a new one."""
 
     def log(self, step: int, values: Mapping[str, Any], seconds_per_step: float) -> None:
-        """Write the values of a step by tag, if any. A tensor is a histogram in TensorBoard. In metrics.jsonl,
-        values that are not finite are null."""
+        """Write the values of a step by tag, if there are any. In metrics.jsonl, values that are not finite are null. A
+        tensor is a histogram in TensorBoard."""
 
     def log_samples(self, step: int, prompts: Sequence[str], texts: Sequence[str]) -> None:
         """Write the texts that follow some prompts, to the console a line each."""

@@ -501,7 +501,7 @@ class Opened:
 def trained_texts(packing: Any, tokenizer: Any) -> list[str]:
     """The texts between ignored targets."""
     texts = []
-    for index in range(len(packing)):
+    for index in range(packing.n_sequences):
         run: list[int] = []
         for target in [*as_lists(packing[index])[1], IGNORED]:
             if target != IGNORED:
@@ -524,7 +524,7 @@ def test_only_what_the_assistant_says_is_a_target(template, tmp_path, suffix, so
     assert sorted(opened.trained_texts(tokenizer)) == sorted(ANSWERS)
     assert opened.packing.cache.index.dtype == "uint16"
     assert "0 of 3 conversations" in str(opened.sequences)
-    tokens = {token for index in range(len(opened.packing)) for token in as_lists(opened.packing[index])[0]}
+    tokens = {token for index in range(opened.packing.n_sequences) for token in as_lists(opened.packing[index])[0]}
     assert max(tokens) < tokenizer.vocab_size, "the bit is not part of a token"
     positions = as_lists(opened.packing[0])[2]
     assert positions.count(0) > 1
@@ -605,7 +605,7 @@ def test_long_conversations(template, tmp_path):
     short, long = sorted(truncated.trained_texts(tokenizer))
     assert short == "b</s>"
     assert long == "c" * len(long), "without the end of the turn"
-    assert len(truncated.packing) == 2, "a question without an answer is left out"
+    assert truncated.packing.n_sequences == 2, "a question without an answer is left out"
     assert str(truncated.sequences).endswith("2 of 3 conversations truncated")
     assert dropped.identity != truncated.identity
     missing = {
@@ -637,7 +637,7 @@ def test_a_mixture_of_texts_and_conversations(template, tmp_path):
     packings = [each.sequences.packing for each in sequences.components]
     assert [packing.long for packing in packings] == ["reject", "split", "truncate"]
     assert [packing.not_trained for packing in packings] == [BIT, 0, BIT]
-    assert [split.packing.not_trained for split in validated.splits] == [BIT, 0, BIT]
+    assert [split.not_trained for split in validated.splits] == [BIT, 0, BIT]
     answers, texts, truncated = (trained_texts(packing, tokenizer) for packing in packings)
     assert answers
     assert set(answers) < set(ANSWERS)
