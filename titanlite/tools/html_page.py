@@ -36,15 +36,8 @@ def figure_style() -> AbstractContextManager[None]:
     return style.context(["default", STYLE])
 
 
-def svg_figure(figure: Figure, name: str, caption: str, *, title: str = "") -> str:
+def svg_figure(figure: Figure, name: str, caption: str, *, title: str) -> str:
     """Return a figure with its caption, as HTML. The name prefixes its ids, which must be unique in a page."""
-    heading = f"<h2>{title}</h2>\n" if title else ""
-    caption = f"<figcaption>{html.escape(caption)}</figcaption>"
-    return f"{heading}<figure>\n{_svg(figure, name)}{caption}\n</figure>\n"
-
-
-def _svg(figure: Figure, name: str) -> str:
-    """Return a figure as an SVG element."""
     file = io.StringIO()
     with style.context({"svg.hashsalt": name}):
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
@@ -52,4 +45,6 @@ def _svg(figure: Figure, name: str) -> str:
     text = text[text.index("<svg") :]  # drops the XML header
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
     # A precision of a hundredth of a point is enough.
-    return re.sub(r'\bd="[^"]*"', lambda match: re.sub(r"(\.\d\d)\d+", r"\1", match[0]), text)
+    text = re.sub(r'\bd="[^"]*"', lambda match: re.sub(r"(\.\d\d)\d+", r"\1", match[0]), text)
+    caption = f"<figcaption>{html.escape(caption)}</figcaption>"
+    return f"<h2>{title}</h2>\n<figure>\n{text}{caption}\n</figure>\n"

@@ -45,9 +45,7 @@ def parse_options(argv: list[str]) -> Any:
 
 def make_task(options: Any) -> Task:
     """Return the task that the options describe. Raises ConfigError if there is no such device."""
-    from titanlite.tools.advise.search_space import (
-        Task,  # imported here, since --help need not wait for torch
-    )
+    from titanlite.tools.advise.search_space import Task  # imported here, since --help need not wait for torch
 
     n_devices, sequences = options.gpus, max(1, options.global_batch // options.seq_len)
     if sequences > n_devices:  # every data-parallel degree divides a multiple of the devices

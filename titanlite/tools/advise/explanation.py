@@ -94,9 +94,8 @@ def _explain_degrees(search: Search, layout: PlannedLayout) -> list[str]:
     """Return a line each for tensor, pipeline, data, context and expert parallelism."""
     length, candidate, mesh = search.task.seq_len, layout.candidate, layout.candidate.mesh
     ring, n_microbatches = mesh.cp // mesh.ulysses, candidate.local_batch // candidate.microbatch
-    exposed = (
-        f"exposed communication is {layout.shares.get('exposed communication', 0) / layout.seconds:.1%} of the step"
-    )
+    share = layout.shares.get("exposed communication", 0) / layout.seconds
+    exposed = f"exposed communication is {share:.1%} of the step"
     tensor = f"No TP: its collectives would be exposed in every layer, FSDP's overlap; {exposed}."
     if mesh.tp > 1:
         tensor = f"TP {mesh.tp} within a node: it shards weights and activations; {exposed}."

@@ -221,9 +221,7 @@ def _plan_rounds(result: Search, *, show_progress: bool) -> None:
     ):
         for number in range(1, ROUNDS + 1):
             chosen = result.next_round(last=number == ROUNDS)
-            futures = [
-                pool.submit(plan_candidate, config, candidate, result.task.n_devices) for candidate, config in chosen
-            ]
+            futures = [pool.submit(plan_candidate, config, each, result.task.n_devices) for each, config in chosen]
             for future in as_completed(futures):
                 result.planned.append(future.result())
                 advance(1)

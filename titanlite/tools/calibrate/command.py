@@ -55,12 +55,6 @@ def main(argv: list[str]) -> int:
     if ranks > 1 and not launched:
         options = ["--checkpoint-folder", str(folder)] if folder else []
         return 1 if run_on_ranks(ranks, ["calibrate", str(file), *options]) else 0
-    calibrate(launch, file, folder)
-    return 0
-
-
-def calibrate(launch: Launch, file: Path, folder: Path | None) -> None:
-    """Measure the devices of a launch and write them to a file. Every rank must call it."""
     # Here, since the import of torch takes seconds, and --help and wrong arguments do not need it.
     from titanlite.launch.process import retain_freed_memory
     from titanlite.launch.process_group import device_of, process_group
@@ -79,6 +73,7 @@ def calibrate(launch: Launch, file: Path, folder: Path | None) -> None:
             dispatch = f"{device.measured.operator_seconds * 1e6:.1f} us to dispatch an operator"
             print(f"{device.source}: at best {rates}; {dispatch}")
             print(f"wrote {file} in {time.monotonic() - begin:.0f} s")
+    return 0
 
 
 def write(device: Device, file: Path) -> None:

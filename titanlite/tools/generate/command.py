@@ -136,13 +136,10 @@ def read_prompts(file: Path) -> list[str]:
     prompts = []
     for number_of_line, line in enumerate(lines, 1):
         try:
-            content = json.loads(line)
-        except (ValueError, RecursionError):
-            content = None
-        prompt = content.get("prompt") if isinstance(content, dict) else None
-        if not isinstance(prompt, str):
-            raise ConfigError([f'{file}: line {number_of_line}: expected a JSON object with a string "prompt"'])
-        prompts.append(prompt)
+            prompts.append(text_of(json.loads(line)["prompt"], "prompt"))
+        except (ValueError, RecursionError, KeyError, TypeError):
+            problem = f'{file}: line {number_of_line}: expected a JSON object with a string "prompt"'
+            raise ConfigError([problem]) from None
     return prompts
 
 

@@ -79,10 +79,8 @@ def compare(recorded: RecordedStep, routes: Routes, rounded_routes: Routes) -> d
     norm, distance = _norm(exact), _norm({name: rounded[name] - tensor for name, tensor in exact.items()})
     groups: dict[str, list[Row]] = {}
     if recorded.experts is not None:
-        of_layers = routes.rows(rounded_routes)
-        groups["experts"] = [
-            Row(f"experts of {layer}", theirs, best, _allowed(error)) for layer, theirs, best, error in of_layers
-        ]
+        rows = routes.rows(rounded_routes)
+        groups["experts"] = [Row(f"experts of {name}", *both, _allowed(error)) for name, *both, error in rows]
     if step.loss is not None:
         # The rounding of a mean may happen to be zero. It is no larger than the mean of the tokens' roundings.
         allowed = _allowed((rounded_losses - losses).abs().sum() / losses.sum())

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from titanlite.config import Config
 from titanlite.metrics.devices import find_device
+from titanlite.tools.plan.op_trace import replaced
 
 
 class ExpertLoad(NamedTuple):
@@ -67,15 +68,12 @@ def assumed(config: Config, on_read: Callable[[], None]) -> Iterator[None]:
     counts, which fake tensors do not have. Calls `on_read` where a run waits for the device to read counts."""
     from titanlite.techniques.moe import counts, layer  # imported here, since a dense model needs neither
 
-    read, types, load = counts.read, layer.GROUPED_MM_DTYPES, expert_load(config)
+    types, load = layer.GROUPED_MM_DTYPES, expert_load(config)
 
     def assumed_counts(tensor: Tensor) -> list[Any]:
         on_read()
         return load.counts(tensor)
 
-    counts.read = assumed_counts
-    layer.GROUPED_MM_DTYPES = {"cpu": types["cpu" if find_device(config.plan.device).kind == "cpu" else "cuda"]}
-    try:
+    on_device = {"cpu": types["cpu" if find_device(config.plan.device).kind == "cpu" else "cuda"]}
+    with replaced(counts, "read", assumed_counts), replaced(layer, "GROUPED_MM_DTYPES", on_device):
         yield
-    finally:
-        counts.read, layer.GROUPED_MM_DTYPES = read, types

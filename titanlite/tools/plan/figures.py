@@ -47,12 +47,12 @@ MAX_POINTS = 1000  # points of a memory curve: a figure has no room for more
 REPORT_WIDTH = 150  # columns, so that the names in the memory table are not truncated
 
 BODY = """\
-<h1>titanlite plan: {model}</h1>
-<p>Config <code>{file}</code>{description}</p>
-<p><strong>{verdict}</strong></p>
-<p>{speed}</p>
-{figures}<h2>The plan in numbers</h2>
-{report}"""
+<h1>titanlite plan: {}</h1>
+<p>Config <code>{}</code>{}</p>
+<p><strong>{}</strong></p>
+<p>{}</p>
+{}<h2>The plan in numbers</h2>
+{}"""
 
 
 def write_html(plan: Plan, file: str, target: Path) -> None:
@@ -64,16 +64,10 @@ def write_html(plan: Plan, file: str, target: Path) -> None:
         shortest, longest = plan.step_range
         caption = f"Seconds of the busiest rank's step; the step takes from {shortest:.3f} to {longest:.3f} s."
         figures.append(svg_figure(time_figure(plan), "time", caption, title="Step time"))
-    description = plan.config.job.description
-    body = BODY.format(
-        file=html.escape(file),
-        model=html.escape(f"{plan.config.model.flavor} on {plan.world_size} x {plan.config.plan.device}"),
-        description=f": {html.escape(description)}" if description else "",
-        verdict=html.escape(verdict(plan)[1]),
-        speed=html.escape(speed_line(plan)),
-        figures="".join(figures),
-        report=printed(report(plan, file), REPORT_WIDTH),
-    )
+    model = f"{plan.config.model.flavor} on {plan.world_size} x {plan.config.plan.device}"
+    description = f": {plan.config.job.description}" if plan.config.job.description else ""
+    texts = map(html.escape, (model, file, description, verdict(plan)[1], speed_line(plan)))
+    body = BODY.format(*texts, "".join(figures), printed(report(plan, file), REPORT_WIDTH))
     target.write_text(page(f"titanlite plan: {file}", body), encoding="utf-8", newline="\n")
 
 

@@ -2,7 +2,6 @@
 has only a few of them. So the work and the communication of each round are recorded for the full stage, as those of the
 rank with the most work in it, in phases ("muon", number, times) of one matrix each."""
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -26,11 +25,29 @@ def shapes_of_matrices(config: Config, names: Sequence[str] | None) -> list[tupl
 def recorder(
     config: Config, mesh: DeviceMesh, names: Sequence[str], axes: dict[str, tuple[str, list[int]]]
 ) -> Callable[[OpTrace, Muon], None]:
-    """Return record_step for a stage of the named modules. Add its process group to `axes` if it is not there."""
+    """Return a function that steps the AdamW of the other weights, and records what Muon does in a stage of the named
+    modules. Add its process group to `axes` if it is not there."""
     group = stage_group(mesh)
     axes.setdefault(group.group_name, ("stage", dist.get_process_group_ranks(group)))
-    local_experts, shapes = config.parallelism.expert_parallel_degree == group.size(), shapes_of_matrices(config, names)
-    return functools.partial(record_step, shapes=shapes, group=group, local_experts=local_experts)
+    has_own_experts = config.parallelism.expert_parallel_degree == group.size()  # the full ones that a rank works on
+    rounds = assign(shapes_of_matrices(config, names), group.size())
+    longest = Counter(max((unit.shape for unit in units), key=work_of) for units in rounds)
+
+    def record_step(trace: OpTrace, optimizer: Muon) -> None:
+        optimizer.adamw.step()
+        for weight in optimizer.matrices:
+            size, exchanged = local_shard(weight).nbytes, local_shard(weight).numel() * optimizer.dtype.itemsize
+            # Momentum is updated and read one gradient ahead, the weight decays, and the result is subtracted.
+            trace.record(Work("titanlite.techniques.muon", 0, "", 6 * size + exchanged, 3 * size + exchanged, (), ()))
+        for number, (shape, times) in enumerate(longest.items()):
+            trace.mark("muon", number, times)
+            full = torch.empty(shape, dtype=optimizer.dtype)
+            for _ in range(0 if len(shape) == 3 and has_own_experts else 2):
+                trace.record(Communication("all_to_all", group.group_name, full.nbytes))
+            newton_schulz(full, optimizer.options.muon_newton_schulz_steps)
+        trace.mark("update")
+
+    return record_step
 
 
 def create_states(optimizer: Muon) -> None:
@@ -42,29 +59,3 @@ def create_states(optimizer: Muon) -> None:
     optimizer.adamw.state = optimizer.state
     optimizer.adamw.step()
     optimizer.adamw.zero_grad()
-
-
-def record_step(
-    trace: OpTrace, optimizer: Muon, *, shapes: Sequence[tuple[int, ...]], group: dist.ProcessGroup, local_experts: bool
-) -> None:
-    """Step the AdamW of the other weights, and record what Muon does.
-
-    Args:
-        shapes: shapes of all matrices of the full stage.
-        group: the ranks that share the work.
-        local_experts: whether each rank has the full experts that it orthogonalizes.
-    """
-    optimizer.adamw.step()
-    for weight in optimizer.matrices:
-        size, exchanged = local_shard(weight).nbytes, local_shard(weight).numel() * optimizer.dtype.itemsize
-        # Momentum is updated and read one gradient ahead, the weight decays, and the result is subtracted.
-        trace.record(Work("titanlite.techniques.muon", 0, "", 6 * size + exchanged, 3 * size + exchanged, (), ()))
-    rounds = assign(shapes, group.size())
-    longest = Counter(max((unit.shape for unit in units), key=work_of) for units in rounds)
-    for number, (shape, times) in enumerate(longest.items()):
-        trace.mark("muon", number, times)
-        full = torch.empty(shape, dtype=optimizer.dtype)
-        for _ in range(0 if len(shape) == 3 and local_experts else 2):
-            trace.record(Communication("all_to_all", group.group_name, full.nbytes))
-        newton_schulz(full, optimizer.options.muon_newton_schulz_steps)
-    trace.mark("update")

@@ -40,6 +40,17 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Have an attribute of an object, a class or a module be `value` in the body."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
 class Allocation:
     """The memory of a storage, which a tensor and its views use.
 
@@ -174,21 +185,13 @@ class OpTrace(TorchDispatchMode):
             self.segments[-1].events.append(Dispatch(self._operators, self._on_dtensors))
             self._operators, self._on_dtensors = 0, 0
 
-    @contextlib.contextmanager
-    def naming(self, maker: str) -> Iterator[None]:
+    def naming(self, maker: str) -> contextlib.AbstractContextManager[None]:
         """Set the maker of allocations in the body."""
-        before, self._maker = self._maker, maker
-        yield
-        self._maker = before
+        return replaced(self, "_maker", maker)
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> contextlib.AbstractContextManager[None]:
         """Record nothing in the body."""
-        before, self.enabled = self.enabled, False
-        try:
-            yield
-        finally:
-            self.enabled = before
+        return replaced(self, "enabled", False)
 
     def record_work(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         """Record an operator on plain tensors that has no matrix products."""
@@ -386,18 +389,16 @@ def recording() -> Iterator[OpTrace]:
         with trace.paused():
             return propagate(*args)
 
-    torch.UntypedStorage.resize_ = recorded_resize
-    setattr(ShardingPropagator, name, unrecorded_propagate)
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True), trace:
-            yield trace
-    finally:
-        torch.UntypedStorage.resize_ = resize
-        setattr(ShardingPropagator, name, propagate)
+    with (
+        replaced(torch.UntypedStorage, "resize_", recorded_resize),
+        replaced(ShardingPropagator, name, unrecorded_propagate),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        trace,
+    ):
+        yield trace
 
 
-@contextlib.contextmanager
-def fused_norm(trace: OpTrace, local: Callable[[Tensor], list[Tensor]]) -> Iterator[None]:
+def fused_norm(trace: OpTrace, local: Callable[[Tensor], list[Tensor]]) -> contextlib.AbstractContextManager[None]:
     """Record each RMSNorm in the body as a single operator that saves its input, which it is on CUDA and to the
     compiler: on a CPU it is a dozen operators, whose autograd saves two copies in float32. `local` returns a tensor's
     plain tensors on this rank."""
@@ -426,8 +427,4 @@ def fused_norm(trace: OpTrace, local: Callable[[Tensor], list[Tensor]]) -> Itera
             record(NORM_BACKWARD, (grad, x, scale, weight), grads)
             return grads[0], grads[1], None
 
-    F.rms_norm = lambda x, shape, weight, eps: Norm.apply(x, weight, eps)
-    try:
-        yield
-    finally:
-        F.rms_norm = composite
+    return replaced(F, "rms_norm", lambda x, shape, weight, eps: Norm.apply(x, weight, eps))
