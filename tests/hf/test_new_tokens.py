@@ -97,7 +97,8 @@ def test_each_rank_has_its_own_part_of_new_rows(tmp_path: Path):
     save_hf(tmp_path)
     with safe_open(tmp_path / SINGLE, framework="pt") as file:
         tensor, n = file.get_slice("lm_head.weight"), model_options().vocab_size
-        whole, columns = load._read(tensor, [(slice(0, n + 5), None), (slice(None), None)]), torch.arange(3, 9)
+        full = torch.arange(n + 5), torch.arange(model_options().dim)
+        whole, columns = load._read(tensor, [load.cover(each) for each in full]), torch.arange(3, 9)
         assert whole.shape[0] == n + 5
         for rows in (
             torch.arange(0, 4),
@@ -105,7 +106,7 @@ def test_each_rank_has_its_own_part_of_new_rows(tmp_path: Path):
             torch.arange(n + 1, n + 5),
             torch.arange(5, n + 5, 7),
         ):
-            part = load._read(tensor, [load._cover(rows), load._cover(columns)])
+            part = load._read(tensor, [load.cover(rows), load.cover(columns)])
             assert torch.equal(part, whole[rows][:, columns])
 
 

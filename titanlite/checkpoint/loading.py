@@ -76,6 +76,7 @@ def load_weights(path: Path, model: nn.Module, options: Model) -> None:
     rank must call it; a process without ranks may. `options` is the [model] section of the full model. Of a checkpoint
     of adapters (LoRA), the base is loaded and the adapters are merged; the model's own adapters are left alone. Raises
     ConfigError if the folder is not complete, is damaged or is of another model."""
+    base = ""
     with collected_problems() as problems:
         if is_hf := is_hugging_face(path):
             from titanlite.hf.load import load_hf_weights
@@ -83,15 +84,14 @@ def load_weights(path: Path, model: nn.Module, options: Model) -> None:
             load_hf_weights(path, model, options)
         else:
             reader = CheckpointReader(path)
-    if not problems and not is_hf and reader.state["identity"].get("lora.rank"):
-        from titanlite.checkpoint.adapters import base_of, merge  # imported here: few checkpoints have them
+            if reader.state["identity"].get("lora.rank"):
+                from titanlite.checkpoint.adapters import base_of, merge  # imported here: few checkpoints have them
 
+                base = base_of(reader)
+    if not problems and base:
+        load_weights(Path(base), model, options)
         with collected_problems() as problems:
-            base = base_of(reader)
-        if not problems:
-            load_weights(Path(base), model, options)
-            with collected_problems() as problems:
-                merge(reader, model)
+            merge(reader, model)
     elif not problems and not is_hf:
         problems = load_tensors(reader, model_tensors(model, of_base=True), {}, ("model.",))
     if problems:

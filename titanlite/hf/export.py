@@ -40,23 +40,18 @@ def export(
     eos: int | None = None,
     max_file_bytes: int = 5_000_000_000,
 ) -> int:
-    """Write the model as a folder that transformers loads, and return the number of its safetensors files.
-
-    The folder gets its name when it is complete; until then it is `out` with .tmp added.
+    """Write the model as a folder that transformers loads, and return the number of its safetensors files. The folder
+    gets its name when it is complete; until then it is `out` with .tmp added. Raises ConfigError if `out` exists, or
+    the checkpoint is damaged or not of this model, or a weight exceeds the dtype.
 
     Args:
-        reader: a titanlite.checkpoint.reader.CheckpointReader: `shapes` by name, and `read(name)`.
-        options: the [model] section of the checkpoint.
-        dtype: the dtype of the written weights.
+        reader: the weights, as a checkpoint.reader.CheckpointReader has them: `shapes` by name, and `read(name)`.
         max_seq_len: the number of positions that config.json states.
         source: folder of the released model that the run started from; None: there is none.
         files: further files of the folder by name, such as those of a tokenizer.
         bos: token id of BOS; None: the model has none.
         eos: token id of EOS; None: it is not known.
         max_file_bytes: most bytes of tensors in a file; a larger parameter has a file of its own.
-
-    Raises:
-        ConfigError: if `out` exists, or the checkpoint is damaged or not of this model, or a weight exceeds the dtype.
     """
     special_tokens = {"bos": bos, "eos": eos}
     configs = config_files(options, source, torch_dtype=_name(dtype), max_seq_len=max_seq_len, **special_tokens)
@@ -64,7 +59,7 @@ def export(
     options = _with_biases(options)
     with new_folder(out) as folder:
         for name, content in zip(("config.json", "generation_config.json"), configs, strict=True):
-            _write_json(folder / name, content)
+            write_json(folder / name, content)
         for name, data in (files or {}).items():
             write_synced(folder / name, data)
         return _write_weights(reader, options, folder, dtype, max_file_bytes)
@@ -138,7 +133,7 @@ def _write_weights(reader: Any, options: Model, folder: Path, dtype: torch.dtype
             weight_map |= dict.fromkeys(tensors, file)
     if total > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
-        _write_json(folder / INDEX, index)
+        write_json(folder / INDEX, index)
     return total
 
 
@@ -166,5 +161,6 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return result
 
 
-def _write_json(file: Path, content: Any) -> None:
+def write_json(file: Path, content: Any) -> None:
+    """Write a file of the folder."""
     write_synced(file, json.dumps(content, indent=2).encode() + b"\n")

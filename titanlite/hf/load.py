@@ -41,7 +41,7 @@ from titanlite.hf.names import (
     named_weights,
     tensor_shapes,
 )
-from titanlite.hf.stacked_experts import BLOCKS, SCALES, quantized_shapes, read
+from titanlite.hf.stacked_experts import BLOCKS, SCALES, cover, quantized_shapes, read
 from titanlite.launch.progress import progress
 
 SINGLE, INDEX = WEIGHTS
@@ -286,20 +286,17 @@ def _finite(numbers: Tensor, tensor: str, file: Path) -> Tensor:
     return numbers
 
 
-Range = tuple[slice, Tensor | None]
-"""A slice that covers some indices, and the places of these in it; None if they are the whole slice, in order."""
-
-
-def _ranges(parameter: Tensor, name: str, options: Model) -> list[Range]:
-    """Return this rank's rows, and columns if any, of each tensor of a parameter, in the parameter's order. If the
-    file's matrix is transposed, columns come first. Rotated rows may cover more: a shard may begin or end in a head."""
+def _ranges(parameter: Tensor, name: str, options: Model) -> list[tuple[slice, Tensor]]:
+    """Return slices that cover this rank's rows, and columns if any, of each tensor of a parameter, and the places of
+    these in them, in the parameter's order. If the file's matrix is transposed, columns come first. Rotated rows may
+    cover more: a shard may begin or end in a head."""
     dims = range(parameter.dim())[-2:]
     rows = hf_rows(name, local_indices(parameter, dims[0]), options)
-    ranges = [_cover(rows), *(_cover(local_indices(parameter, dim)) for dim in dims[1:])]
+    ranges = [cover(rows), *(cover(local_indices(parameter, dim)) for dim in dims[1:])]
     return ranges[::-1] if is_transposed(name, options) else ranges
 
 
-def _read(tensor: Any, ranges: list[Range]) -> Tensor:
+def _read(tensor: Any, ranges: list[tuple[slice, Tensor]]) -> Tensor:
     """Return a shard of a tensor in a file, given as a safetensors slice. Rows that it lacks are its rows' mean."""
     result, rows = tensor[tuple(covered for covered, _ in ranges)], ranges[0][0]
     if rows.stop > (n := tensor.get_shape()[0]):
@@ -308,7 +305,8 @@ def _read(tensor: Any, ranges: list[Range]) -> Tensor:
         new = mean.to(result.dtype).expand(rows.stop - max(rows.start, n), -1)
         result = torch.cat([result, new])
     for dim, (_, places) in enumerate(ranges):
-        result = result if places is None else result.index_select(dim, places)
+        is_in_order = torch.equal(places, torch.arange(result.shape[dim]))
+        result = result if is_in_order else result.index_select(dim, places)
     return result
 
 
@@ -326,11 +324,3 @@ def local_indices(parameter: Tensor, dim: int) -> Tensor:
         # src_data_rank None: every rank has all indices, so sharding them needs no communication.
         indices = distribute_tensor(indices, parameter.device_mesh, placements, src_data_rank=None).to_local().cpu()
     return indices.flatten()
-
-
-def _cover(indices: Tensor) -> Range:
-    if not len(indices):
-        return slice(0, 0), None
-    first, last = int(indices.min()), int(indices.max())
-    in_order = torch.equal(indices, torch.arange(first, last + 1))
-    return slice(first, last + 1), None if in_order else indices - first

@@ -1,7 +1,6 @@
 """Writing the adapters of a checkpoint (LoRA) as a folder of Hugging Face's peft: adapter_config.json and
 adapter_model.safetensors. Rows of B are in the order that the base's rows have in transformers (names.py)."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ from titanlite.checkpoint.manifest import DTYPE_NAMES
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Lora, Model
 from titanlite.files import safetensors
-from titanlite.files.durable import write_synced
 from titanlite.files.new_folder import new_folder
+from titanlite.hf.export import write_json
 from titanlite.hf.names import hf_tensors, is_transposed, tensor_shapes, to_hf
 
 
@@ -48,6 +47,6 @@ def export_adapters(reader: Any, options: Model, lora: Lora, out: Path, *, base:
             **{"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0, "bias": "none", "use_rslora": False},
             "target_modules": sorted(modules if options.moe.n_experts else short),
         }
-        write_synced(folder / "adapter_config.json", json.dumps(config, indent=2).encode() + b"\n")
+        write_json(folder / "adapter_config.json", config)
         safetensors.write(folder / "adapter_model.safetensors", tensors, contents(), metadata={"format": "pt"})
     return len(adapters)

@@ -65,8 +65,8 @@ def read(name: str, slices: Sequence[Any], experts: Tensor, rows: Tensor, column
     """Yield this rank's shard of each of these experts, in the order of our weight. `slices` has the safetensors slice
     of its tensor, or those of its blocks and scales. `columns`: None for a bias."""
     _, step, first = TENSORS[_split(name)[0]]
-    there, own = _cover(rows * step + first)
-    columns_there, own_columns = (slice(0, 0), None) if columns is None else _cover(columns)
+    there, own = cover(rows * step + first)
+    columns_there, own_columns = (slice(0, 0), None) if columns is None else cover(columns)
     for expert in experts.tolist():
         e = slice(expert, expert + 1)
         if len(slices) == 2:
@@ -79,10 +79,10 @@ def read(name: str, slices: Sequence[Any], experts: Tensor, rows: Tensor, column
             yield slices[0][e, columns_there, there][0].T[own][:, own_columns]
 
 
-def _cover(indices: Tensor) -> tuple[slice, Tensor]:
+def cover(indices: Tensor) -> tuple[slice, Tensor]:
     """Return a slice that covers some indices, and the places of these in it."""
-    first = int(indices.min())
-    return slice(first, int(indices.max()) + 1), indices - first
+    first, last = map(int, indices.aminmax()) if len(indices) else (0, -1)
+    return slice(first, last + 1), indices - first
 
 
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
