@@ -97,11 +97,9 @@ def chunked_cross_entropy(
     With several chunks, each one's gradients are computed along with its loss, so that the logits of only one chunk
     exist at any time and none is recomputed (as in Liger-Kernel, arXiv:2410.10989).
 
-    Args:
-        x_ND: [N, D]; where the weight is sharded, a DTensor that is replicated over the same ranks.
-        weight_VD: the output head's weight; a DTensor if it is sharded over the vocabulary.
-        loss_parallel: leave the logits sharded as the weight is, instead of gathering them.
-        record: is called with the loss of each token, [N] without a gradient, and the targets.
+    `weight_VD`, the output head's, is a DTensor if it is sharded over the vocabulary; then x_ND, [N, D], is a DTensor
+    that is replicated over the same ranks. `loss_parallel` leaves the logits sharded as the weight is. `record` is
+    called with the loss of each token, [N] without a gradient, and the targets.
     """
     mesh = None
     if isinstance(weight_VD, DTensor):

@@ -92,13 +92,8 @@ class OneGroup:
     def begin(
         self, last_step: int, saved: Mapping[str, Any], state: SavedState, abandon: Callable[[int], None]
     ) -> None:
-        """Begin after a step, before `steps`.
-
-        Args:
-            saved: the state of the checkpoint of that step; empty without one.
-            state: the state that another group may need.
-            abandon: called with a step before the group gets another's state, to remove what later steps have logged.
-        """
+        """Begin after a step, before `steps`. `saved`: the state of that step's checkpoint, empty without one; `state`:
+        what another group may need; `abandon`: removes what steps after one have logged, if the group leaves them."""
 
     def steps(self, last_step: int, last: int) -> Iterable[int]:
         """Yield the number of each step from `last_step` + 1 to `last`."""
@@ -110,18 +105,9 @@ class OneGroup:
     def totals(
         self, loss_sum: Tensor, valid: Tensor, parameters: Iterable[nn.Parameter], signals: Signals, *counts: float
     ) -> Totals | None:
-        """Sum what a step has computed. Every rank must call it.
-
-        Args:
-            loss_sum: the sum of this rank's token losses.
-            valid: the global number of valid tokens.
-            parameters: this rank's parameters, with their gradients.
-            signals: tells whether this rank was asked to stop or to save.
-            counts: numbers of this rank that are summed, too.
-
-        Returns:
-            None if a group was lost, so that the step has to be taken again.
-        """
+        """Sum over all ranks this rank's token losses, the gradients of its parameters, whether it was asked to stop or
+        to save, and `counts`. `valid`: the global number of valid tokens. Return None if a group was lost, so that the
+        step has to be taken again. Every rank must call it."""
         norm = gradient_norm(parameters, loss_sum.device)
         loss, *others = sum_over_ranks(loss_sum, signals, *counts)
         return Totals(torch.stack([loss / valid, norm, *others]))
@@ -146,12 +132,8 @@ class Observer:
         """See that a step begins."""
 
     def after_backward(self, step: int, batches: list[Batch], loss_sum: Tensor, *, is_test: bool) -> None:
-        """See what the forward and backward of a step have computed, the gradients in the parameters.
-
-        Args:
-            loss_sum: the sum of this rank's token losses.
-            is_test: whether it only tests the last weights of a run, and no update follows.
-        """
+        """See what the forward and backward of a step have computed, with the gradients in the parameters. `loss_sum`:
+        the sum of this rank's token losses; `is_test`: the weights are tested after a run, and no update follows."""
 
     def after_validation(self, step: int) -> None:
         """Note that a validation has ended."""
@@ -210,15 +192,11 @@ class TrainStep:
 
         The global loss is the sum of all token losses over the number of valid tokens, both over all ranks and gradient
         accumulation steps. Tokens are counted first, so each accumulation step's sum is divided by the final count and
-        gradients are only summed.
+        gradients are only summed. `batches` has one for each accumulation step. `loss_scale`: a factor on the loss in
+        the backward, by which gradients are divided afterwards.
 
-        Args:
-            batches: one per gradient accumulation step.
-            loss_scale: factor on the loss in the backward; gradients are divided by it afterwards.
-
-        Returns:
-            Sum of this rank's token losses (nats; 0 if it does not contribute them) and the global number of valid
-            tokens, float64 scalars on the device.
+        Return the sum of this rank's token losses (nats; 0 if it does not contribute them) and the global number of
+        valid tokens, float64 scalars on the device.
         """
         if self.balance:
             self.balance.begin_step(loss_scale)

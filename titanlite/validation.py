@@ -14,11 +14,7 @@ from titanlite.train_step import TrainStep
 
 class Validator:
     """Validates when it is due; does nothing where validation is not enabled. Every rank must make the same calls.
-
-    Args:
-        batches: returns this rank's batches of one validation, and how many they are.
-        signals: tells whether this rank was asked to stop, which ends a validation.
-    """
+    `batches()` returns this rank's batches of one validation and their number. A stop signal ends a validation."""
 
     def __init__(
         self,

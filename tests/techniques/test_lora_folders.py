@@ -27,6 +27,7 @@ from titanlite.hf.names import hf_name, to_hf
 from titanlite.model import Llama
 from titanlite.parallel import mesh
 from titanlite.techniques.lora import Adapters
+from titanlite.tools.checkpoint import average
 from titanlite.tools.generate import command as generate
 from titanlite.tools.parity.reference import trace_of
 
@@ -187,6 +188,10 @@ def test_what_has_no_adapter_to_export_is_rejected(folder: Path, ranks: Any):
     seeded = train(ranks, folder, 1, "--training.steps=1", "--checkpoint.initial_load_path=none")
     with pytest.raises(ConfigError, match=r"its adapters belong to weights that were drawn from debug.seed"):
         export.run(seeded, folder / "out", None)
+    with pytest.raises(ConfigError, match=r"--verify: .*has adapters \(LoRA\), which are no model without a base"):
+        export.run(seeded, folder / "out", None, verifies=True)
+    with pytest.raises(ConfigError, match=r"has adapters \(LoRA\), and the product of the means of A and B is not"):
+        average([folder / "mean", seeded, base])
 
 
 def test_adapters_of_another_shape_are_rejected(folder: Path, ranks: Any):

@@ -33,8 +33,10 @@ def run(
     max_seq_len: int | None = None,
     ema: bool = False,
     merge: bool = False,
+    verifies: bool = False,
 ) -> None:
-    """Export a checkpoint and print what was written. Raises ConfigError if it cannot be exported."""
+    """Export a checkpoint, which the caller then `verifies`, and print what was written. Raises ConfigError if it
+    cannot be exported."""
     from titanlite.hf.export import export  # imported here: hf/ imports this folder
     from titanlite.hf.load import HF_DTYPES
     from titanlite.hf.peft import export_adapters
@@ -43,6 +45,8 @@ def run(
     reader: Any = AverageReader(path) if ema else CheckpointReader(path)
     options, lora = model_options(path, reader.state), lora_of(reader)
     kind = getattr(torch, dtype) if dtype else dtype_of(reader)
+    if lora and verifies and not merge:
+        raise ConfigError([f"--verify: {path} has adapters (LoRA), which are no model without a base; add --merge"])
     if lora and not merge:
         n_adapters = export_adapters(reader, options, lora, out, base=base_of(reader), dtype=kind)
         print(f"wrote {out}: {path.name}, {str(kind).removeprefix('torch.')}, adapters for peft: {n_adapters}")

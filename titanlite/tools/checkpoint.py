@@ -87,6 +87,9 @@ def average(places: Sequence[Path]) -> None:
         raise ConfigError([problem])
     readers = sorted(map(CheckpointReader, folders), key=lambda reader: reader.state["step"])
     shapes = [{name: shape for name, shape in each.shapes.items() if name.startswith("model.")} for each in readers]
+    if adapters := [each.path for each in readers if each.state["identity"].get("lora.rank")]:
+        problem = "has adapters (LoRA), and the product of the means of A and B is not the mean of their products"
+        raise ConfigError([f"{adapters[0]}: {problem}; average checkpoints of full weights"])
     options = [model_options(each.path, each.state) for each in readers]
     for number in range(len(readers) - 1):
         if (shapes[number], options[number]) != (shapes[-1], options[-1]):

@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
         from titanlite.checkpoint.export import run  # imported here, so that --help does not wait for torch
 
         try:
-            run(**options)
+            run(**options, verifies=verifies)
         except OSError as error:
             if error.errno == errno.ENAMETOOLONG:
                 raise
