@@ -50,15 +50,16 @@ HEART = (
 # asynchronous checkpoints.
 LINES_OF_A_RANK_OF_MANY_TECHNIQUES = 11_650
 LINES_OF_A_DEBUG_RUN, LINES_WITH_A_TOKEN_CACHE = 10_300, 9_950
-LINES_OF_THE_PACKAGE = 30_701
+LINES_OF_THE_PACKAGE = 30_662
+"""30,122 before LoRA, averages of the weights, epochs, --show, export --verify and the oracle for experts."""
 CEILINGS = {
-    "heart": 3506,
+    "heart": 3474,
     "config": 2853,
     "config of Hugging Face": 1206,
-    "data": 2265,
-    "checkpoint": 1945,
+    "data": 2263,
+    "checkpoint": 1942,
     "launch": 2061,
-    "metrics": 840,
+    "metrics": 838,
     "files": 321,
     "hf": 902,
     "techniques": 4849,

@@ -234,15 +234,11 @@ class Llama(nn.Module):
         documents: Documents | None = None,
         targets: Tensor | None = None,
     ) -> Tensor:
-        """Return logits [B, T, V], or the loss if there are targets; on a stage without output head, [N, D].
-
-        Args:
-            tokens: [B, T] token ids; on a stage without embedding, the previous stage's [N, D].
-            positions: [T] or [B, T] position of each token for the rotary embedding; None: 0 .. T-1, where T is
-                max_seq_len on a stage without embedding.
-            documents: see Documents; None: a sequence is one document.
-            targets: [B, T] token ids, -100 where there is nothing to predict.
-        """
+        """Return logits [B, T, V], or the loss if there are targets; on a stage without output head, [N, D]. `tokens`:
+        [B, T] token ids; on a stage without embedding, the previous stage's [N, D]. `positions`: [T] or [B, T] position
+        of each token for the rotary embedding; None: 0 .. T-1, where T is max_seq_len on a stage without embedding.
+        `documents`: see Documents; None: a sequence is one document. `targets`: [B, T] token ids, -100 where there is
+        nothing to predict."""
         length = self.max_seq_len if self.tok_embeddings is None else tokens.shape[1]
         ropes = (self.rope[:, :length] if positions is None else self.rope[:, positions]).unbind()
         x_ND = tokens if self.tok_embeddings is None else self.embed(tokens, positions)

@@ -45,20 +45,20 @@ def run(
     reader: Any = AverageReader(path) if ema else CheckpointReader(path)
     options, lora = model_options(path, reader.state), lora_of(reader)
     kind = getattr(torch, dtype) if dtype else dtype_of(reader)
-    if lora and verifies and not merge:
-        raise ConfigError([f"--verify: {path} has adapters (LoRA), which are no model without a base; add --merge"])
-    if lora and not merge:
+    if bool(lora) != merge:
+        if merge:
+            raise ConfigError([f"--merge: {path} has full weights, and no adapters (LoRA); leave it out"])
+        if verifies:
+            raise ConfigError([f"--verify: {path} has adapters (LoRA), which are no model without a base; add --merge"])
         n_adapters = export_adapters(reader, options, lora, out, base=base_of(reader), dtype=kind)
         print(f"wrote {out}: {path.name}, {str(kind).removeprefix('torch.')}, adapters for peft: {n_adapters}")
         return
-    if merge and not lora:
-        raise ConfigError([f"--merge: {path} has full weights, and no adapters (LoRA); leave it out"])
     config_file = config_file_of_run(path)
     config = read_config(config_file)
     released = folder_of_source(source, config)
     before = read_json_object(released / "config.json") if released else {}
     lengths = [value_of_run(config, "training", "seq_len"), before.get("max_position_embeddings")]
-    max_seq_len = max_seq_len or max((length for length in lengths if type(length) is int), default=0)
+    max_seq_len = max_seq_len or max([0, *filter(lambda length: type(length) is int, lengths)])
     if max_seq_len < 1:
         raise ConfigError([f"--max-seq-len: expected 1 or more, since there is no training.seq_len in {config_file}"])
     assets = value_of_run(config, "model", "hf_assets_path") if tokenizer is None else str(tokenizer)

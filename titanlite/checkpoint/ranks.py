@@ -38,13 +38,10 @@ def collected_problems(
 def with_all_ranks(
     work: Callable[[], Any], n_done: Callable[[], int], description: str, *, group: dist.ProcessGroup, timeout: float
 ) -> Any:
-    """Access this rank's files in a thread, and return what `work` returns once all ranks have done theirs.
-
-    Ranks may need very different times, so none waits for the others in one collective. They exchange at short
-    intervals whether they are done: a rank that does not answer within the group's timeout is dead, and one that
-    answers is not, whatever it writes. Raises TrainingError if `n_done`, the bytes that this rank has accessed, has not
-    changed for `timeout` seconds.
-    """
+    """Access this rank's files in a thread, and return what `work` returns once all ranks have done theirs. They need
+    very different times, so they exchange at short intervals whether they are done: only a rank that does not answer
+    within the group's timeout is dead. Raises TrainingError if `n_done`, the bytes that this rank has accessed, has not
+    changed for `timeout` seconds."""
     thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint files")
     future = thread.submit(work)
     thread.shutdown(wait=False)

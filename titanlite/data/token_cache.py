@@ -62,11 +62,9 @@ def open_cache(
 ) -> TokenCache:
     """Return the token cache of a dataset of any format. The rank with `builds_cache`, one per node, builds what is
     missing or damaged, and the other ranks of its node wait for it. With `verifies` it also compares all of a large
-    cache with its checksums. Every rank must call it.
-
-    Raises ConfigError for a dataset that cannot be read, and for a folder that cannot be written or is not to be
-    trusted; TrainingError if the dataset can perhaps be read later, or the disk damages what is written.
-    """
+    cache with its checksums. Every rank must call it. Raises ConfigError for a dataset that cannot be read, and for a
+    folder that cannot be written or is not to be trusted; TrainingError if the dataset can perhaps be read later, or
+    the disk damages what is written."""
     segments, template = list[Segment](), template_of(source.training)
     rows = tokenizer.rows if tokenizer.rows and tokenizer.vocab_size > tokenizer.rows.n else None
 
