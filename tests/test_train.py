@@ -292,6 +292,8 @@ def test_what_a_rank_does_has_its_name(runs, folder):
         expected[name].append("testing the last checkpoint")
     for name in ("train_step.gradient_norm", "train_step.clipped_step"):  # in the first step, other ranks may compile
         expected[name].insert(0, "forward and backward")
+    # A save waits for an earlier one first, and a run that ends for any.
+    expected["Checkpointer.finish"] = ["saving a checkpoint", *expected["Checkpointer.finish"], "ending the run"]
     assert seen == expected
 
 
