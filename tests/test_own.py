@@ -30,6 +30,7 @@ from titanlite.checkpoint import export
 from titanlite.config import ConfigError
 from titanlite.config.own import take_own
 from titanlite.launch.other_processes import children
+from titanlite.metrics.logger import MetricsLogger
 from titanlite.parallel import mesh
 from titanlite.techniques.own import Own, load_own
 from titanlite.tools.generate.folder import open_folder
@@ -404,6 +405,26 @@ def test_the_state_of_own_data_is_in_checkpoints(tmp_path: Path):
     second = titanlite.run([*argv, "--training.steps=3"], own=Own(data=data))
     assert second.metrics["n_tokens_seen"] == 3 * 2 * 16
     assert [each.loaded for each in made] == [[], [{"position": 4, "starts": 1}]]
+
+
+def test_a_run_that_fails_closes_its_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What a full disk has delayed is written, or a line says that it is lost."""
+    closed = []
+    monkeypatch.setattr(MetricsLogger, "close", lambda logger: closed.append(logger))
+
+    def fail(train_step: Any) -> Any:
+        raise RuntimeError("from the user's code")
+
+    with pytest.raises(RuntimeError, match="from the user's code"):
+        titanlite.run(["debug", *SMALLEST, f"--job.dump_folder={tmp_path}"], own=Own(metrics=fail))
+    assert closed == []  # nothing was logged yet
+
+    def data(*arguments: Any) -> Any:
+        return [np.arange(17)] * 2 + [np.arange(16)] * 6
+
+    with pytest.raises(ConfigError, match=r"own\.data: sequence"):
+        titanlite.run(["debug", *SMALLEST, f"--job.dump_folder={tmp_path}"], own=Own(data=data))
+    assert len(closed) == 1
 
 
 @pytest.mark.parametrize(

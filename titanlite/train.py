@@ -13,6 +13,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -76,7 +77,7 @@ def train(config: Config, launch: Launch, signals: process.Signals) -> dict[str,
     parameters, is_first, is_last, values = list(model.parameters()), True, False, dict[str, float]()
 
     profiling = profilers(config.job, config.profiling, launch.rank)
-    with loader, checkpoints.finished_on_error(), profiling as profile, collected_garbage() as collect:
+    with loader, closing(logger), checkpoints.finished_on_error(), profiling as profile, collected_garbage() as collect:
         for step in groups.steps(last_step, config.training.steps):
             mark("waiting for data", step)
             with meter.waiting_for_data():
@@ -133,8 +134,7 @@ def train(config: Config, launch: Launch, signals: process.Signals) -> dict[str,
         test = functools.partial(loss_after_training, step + 1, loader, train_step, optimizer, guard.loss_scale)
         checkpoints.end(groups.final_step(step), state, test)
         mark("ending the run")
-    for each in (logger, checkpoints):
-        each.close()
+    checkpoints.close()
     guard.report_divergence(config.model.vocab_size)
     return values
 

@@ -236,7 +236,7 @@ def test_a_fine_tuning_run_under_three_parallelisms(folder: Path, ranks: Any, ca
         difference = distance(written[hf_name(name, options)], to_hf([name], [weight.detach()], options))
         assert difference < 1e-6, name
     texts = []
-    capsys.readouterr()  # what the export has printed
+    capsys.readouterr()  # drops the lines of the export
     for place in (path, folder / "merged"):
         assert generate.main([str(place), "def ", "--max-new-tokens=8"]) == 0
         texts.append(capsys.readouterr().out)

@@ -122,7 +122,7 @@ def check(arguments: list[str], out: str) -> int:
         inputs = "".join(each.removesuffix("\n") for each in documents).replace("⟦", "").replace("⟧", "")
         inputs = inputs.replace("\ufffd\ufffd", "é")  # a row that begins within a character trains on its second byte
         last = targets[-1:] if trained[-1] else []
-        assert text_of(tokenizer, [*tokens, *last]).startswith(inputs)  # what follows is padding
+        assert text_of(tokenizer, [*tokens, *last]).startswith(inputs)  # only padding follows
         begun.append(len(documents))
     return sum(begun)
 

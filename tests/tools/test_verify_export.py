@@ -239,6 +239,9 @@ def test_the_model_card_says_what_the_model_is_from(tmp_path: Path):
     assert "- license of the base model: not stated there; look it up before you publish\n" in card
     for odd in ({"training": 3}, {"training": {"datasets": 3}}, {"training": {"datasets": [3]}}):
         assert "on data that is not known." in model_card(path, "mine", odd, None).decode()
-    card = model_card(path, "mine", {}, None).decode()
+    assert "average (EMA)" in model_card(path, "mine", config, source, ema=True).decode()
+    card = model_card(path.with_name("step-2.unconfirmed"), "mine", {}, None).decode()
+    assert "for 2 steps" in card
+    assert "average (EMA)" not in card
     assert "\nlicense:" not in card
     assert "- base model: none, initial weights were random\n" in card

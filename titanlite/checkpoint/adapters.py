@@ -4,24 +4,21 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-import xxhash
 from torch import nn
 
 from titanlite.checkpoint.initial_weights import is_hugging_face
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.config.loader import ConfigError
-from titanlite.config.schema import SEEDED, Lora
+from titanlite.config.schema import LORA_FACTORS, SEEDED, Lora
+from titanlite.data.documents import content_hash
 from titanlite.files.durable import parse
 from titanlite.parallel.shards import local_shard
-
-SAMPLES, SAMPLE = 64, 4096
-"""How many samples of each file of a Hugging Face folder are hashed, and the bytes of each."""
 
 
 def hash_of_base(place: str) -> str:
     """Return a hash of the weights in a folder. A checkpoint's is that of its manifest, which has checksums of all
-    files; of a Hugging Face folder, sizes and samples of all files are hashed, the headers included. Raises ConfigError
+    files; of a Hugging Face folder, small files are hashed whole, and large ones by samples. Raises ConfigError
     if there is no such folder."""
     if place == SEEDED:
         return SEEDED
@@ -30,18 +27,7 @@ def hash_of_base(place: str) -> str:
         return read_manifest(path).xxh3_64
     from titanlite.hf.load import tensor_files  # imported here: hf/ imports this folder
 
-    digest = xxhash.xxh3_64()
-    for file in sorted(set(tensor_files(path).values())):
-        try:
-            with file.open("rb") as data:
-                size = file.stat().st_size
-                digest.update(f"{file.name} {size} ".encode())
-                for sample in range(SAMPLES):
-                    data.seek(sample * size // SAMPLES)
-                    digest.update(data.read(SAMPLE))
-        except OSError as error:
-            raise ConfigError([f"{file}: cannot be read: {error}"]) from None
-    return digest.hexdigest()
+    return content_hash(sorted({*tensor_files(path).values()}), with_times=False)
 
 
 def lora_of(reader: CheckpointReader) -> Lora | None:
@@ -54,7 +40,7 @@ def lora_of(reader: CheckpointReader) -> Lora | None:
 
 def dtype_of(reader: CheckpointReader) -> torch.dtype:
     """Return the data type that all weights of a checkpoint have, or all of its adapters."""
-    ends = ".lora_a", "model.tok_embeddings.weight"
+    ends = *LORA_FACTORS, "model.tok_embeddings.weight"
     return next(dtype for name, dtype in reader.dtypes.items() if name.endswith(ends))
 
 
@@ -76,7 +62,7 @@ def adapters_of(reader: CheckpointReader, lora: Lora, shapes: Mapping[str, torch
     ConfigError if they do not fit it."""
     adapters = {}
     for name, shape in shapes.items():
-        pair = [f"model.{name.removesuffix('.weight')}.{factor}" for factor in ("lora_a", "lora_b")]
+        pair = [f"model.{name.removesuffix('.weight')}.{factor}" for factor in LORA_FACTORS]
         if pair[0] in reader.shapes:
             saved = [list(reader.shapes.get(each, ())) for each in pair]
             expected = [[shape[-1], lora.rank], [shape[0], lora.rank]]

@@ -62,7 +62,7 @@ def run(
     if max_seq_len < 1:
         raise ConfigError([f"--max-seq-len: expected 1 or more, since there is no training.seq_len in {config_file}"])
     assets = value_of_run(config, "model", "hf_assets_path") if tokenizer is None else str(tokenizer)
-    files = {"README.md": model_card(path, out.name, config, released)}
+    files = {"README.md": model_card(path, out.name, config, released, ema=ema)}
     bos, eos, origin = None, None, f"none, since there is no model.hf_assets_path in {config_file}"
     if isinstance(assets, str):
         bos, eos, origin, own_files = _tokenizer(assets, options.vocab_size, max_seq_len)

@@ -1,15 +1,17 @@
 """Files of an exported folder beside the model's: those of the tokenizer, and the model card."""
 
-import contextlib
+import io
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 from titanlite import __version__
+from titanlite.checkpoint.folder import state_of
 from titanlite.config.hf.values import read_json_object
 from titanlite.config.regular_file import read_file
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.files.appended_file import row_of
 
 BESIDE_THE_TOKENIZER = (
     *("tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
@@ -23,7 +25,7 @@ CARD = """---
 
 # {name}
 
-Trained with titanlite {version} for {steps:,} steps, on {data}.
+Trained with titanlite {version} for {steps:,} steps, on {data}.{average}
 
 - base model: {base}
 - license of the base model: {license}
@@ -54,9 +56,9 @@ def class_of(tokenizer: Tokenizer) -> str:
     return "PreTrainedTokenizerFast" if name == "TokenizersBackend" else name
 
 
-def model_card(path: Path, name: str, config: dict[str, Any], source: Path | None) -> bytes:
+def model_card(path: Path, name: str, config: dict[str, Any], source: Path | None, *, ema: bool = False) -> bytes:
     """Return README.md of a step-N folder's model: what it is from, with its license, data, steps, losses, config."""
-    run, step = path.resolve().parents[1], int(path.name.removeprefix("step-"))
+    run, (step, _) = path.resolve().parents[1], state_of(path)
     training = config["training"] if isinstance(config.get("training"), dict) else {}
     head: dict[str, Any] = {"library_name": "transformers", "tags": ["titanlite"]}
     base, license_name, losses = "none, initial weights were random", "", dict[str, str]()
@@ -69,17 +71,16 @@ def model_card(path: Path, name: str, config: dict[str, Any], source: Path | Non
         found = re.match(r"---\n(?:.*\n)*?license: *[\"']?([\w.-]+)", text.partition("\n---")[0])
         license_name = head["license"] = found[1] if found else "other"
     metrics = run / "metrics.jsonl"
-    for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines() if metrics.is_file() else ():
-        with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError):  # a damaged line says nothing
-            row = json.loads(line)
-            for what in ("loss", "validation"):
-                if row["step"] <= step and (value := row.get(f"{what}_metrics/global_avg_loss")) is not None:
-                    losses[what] = f"- {what}: {value:.4f} nats per token, at step {row['step']:,}\n"
+    for row in map(row_of, io.BytesIO(read_file(metrics, LARGEST_FILE)) if metrics.is_file() else ()):
+        for what in ("loss", "validation") if row and row["step"] <= step else ():
+            if type(value := row.get(f"{what}_metrics/global_avg_loss")) is float:
+                losses[what] = f"- {what}: {value:.4f} nats per token, at step {row['step']:,}\n"
     datasets = training.get("datasets") if isinstance(training.get("datasets"), list) else []
     names = [str(each.get("name")) for each in datasets if isinstance(each, dict)]
     return CARD.format(
         head="\n".join(f"{key}: {json.dumps(value)}" for key, value in head.items()),
         **{"name": name, "version": __version__, "steps": step, "base": base, "losses": "".join(losses.values())},
+        average=" The weights are their average (EMA); the losses are those of the weights themselves." * ema,
         data=", ".join(names) or training.get("dataset_path") or training.get("dataset", "data that is not known"),
         license=license_name if license_name != "other" else "not stated there; look it up before you publish",
         config=(run / "config.toml").read_text(encoding="utf-8") if config else "",

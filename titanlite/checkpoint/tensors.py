@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from titanlite.config.schema import LORA_FACTORS
 from titanlite.parallel.shards import local_shard, n_replicas, shard_slice
 
 Slices = dict[str, tuple[Tensor, tuple[int, ...], tuple[int, ...]]]
@@ -56,7 +57,7 @@ def model_tensors(model: nn.Module, *, of_base: bool = False) -> dict[str, Tenso
     """Return the tensors of a model that a checkpoint stores. Where weights are frozen, they are the adapters alone
     (LoRA); `of_base`: all tensors except adapters."""
     tensors = named_tensors(model)
-    adapters = {name for name in tensors if name.endswith((".lora_a", ".lora_b"))}
+    adapters = {name for name in tensors if name.endswith(LORA_FACTORS)}
     stored = tensors.keys() - adapters if of_base else adapters or tensors.keys()
     return {f"model.{name}": tensor for name, tensor in tensors.items() if name in stored}
 

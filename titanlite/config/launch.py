@@ -157,9 +157,8 @@ def resolve(config: Config, shard_degree: int, *, on_cuda: bool) -> Config:
 
 
 def resolve_epochs(config: Config, sequences: Any = None) -> Config:
-    """Return a resolved config with the steps that training.epochs is, if it is set, in data whose epoch has
-    `sequences.n_sequences`, and with the lengths of the learning-rate schedule and of its warmup. Raises ConfigError if
-    the epochs are no step, too few for the average of the weights, or of data without an end."""
+    """Return a resolved config with the steps of training.epochs, if that is set, with `sequences.n_sequences` in one,
+    and with the lengths of the schedule and its warmup. Raises ConfigError for epochs of too few or too many steps."""
     training, lr_scheduler, steps = config.training, config.lr_scheduler, config.training.steps
     if training.epochs:
         least = config.ema.start_step if config.ema.decay else 1

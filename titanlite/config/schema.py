@@ -753,6 +753,7 @@ class Compile(Section):
     """inductor: generated kernels; aot_eager: traced, but run with torch's own kernels (fast to compile, for tests)."""
 
 
+LORA_FACTORS = ("lora_a", "lora_b")  # an adapter's matrices A and B, by their names beside the base's weight
 SEEDED = "none"  # checkpoint.initial_load_path = "none": draw the weights from debug.seed
 
 

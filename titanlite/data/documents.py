@@ -11,7 +11,7 @@ from titanlite.config.regular_file import open_file
 from titanlite.data.files import Row, Segment, errors_of, files_of, place, read_rows, segment_of
 from titanlite.data.source import Source
 
-SAMPLE_BYTES, SAMPLES = 2**16, 16  # bytes of a sample, and samples of a file at most, in _content_hash
+SAMPLE_BYTES, SAMPLES = 2**16, 16  # bytes of a sample, and samples of a file at most, in content_hash
 SAMPLES_OF_ALL = 2**14  # samples of all files together, about
 MOST_UNREAD = 1000  # names of unread columns that are kept
 
@@ -97,17 +97,17 @@ def _topics() -> list[str]:
 
 
 def _open_files(source: Source, *, with_times: bool) -> tuple[Iterator[Segment], str]:
-    """Return the segments of a dataset's files, and the _content_hash. A file is opened when its segment is needed."""
+    """Return the segments of a dataset's files, and the content_hash. A file is opened when its segment is needed."""
     files = files_of(source)
     readable: Iterable[Path] = files
     if source.training.dataset == "parquet":
         from titanlite.data.worker_process import readable_footers  # here, as most runs are on other files
 
         readable = readable_footers(files)
-    return (segment_of(source.training, file) for file in readable), _content_hash(files, with_times=with_times)
+    return (segment_of(source.training, file) for file in readable), content_hash(files, with_times=with_times)
 
 
-def _content_hash(files: Sequence[Path], *, with_times: bool) -> str:
+def content_hash(files: Sequence[Path], *, with_times: bool) -> str:
     """Return a hash of the files' content and order, wherever they are stored: all of a small file, the size and evenly
     spaced samples of a large one. Modification times, which differ between copies, count only `with_times`."""
     content = hashlib.sha256()

@@ -1,9 +1,11 @@
 """Files that a run appends to. An error of such a file does not stop the run: on a full disk, training continues."""
 
 import errno
+import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from titanlite.config.regular_file import open_own
 
@@ -11,6 +13,15 @@ from titanlite.config.regular_file import open_own
 def report(what: str, error: OSError, consequence: str) -> None:
     """Print one line about a file that could not be written."""
     print(f"warning: {what} could not be written: {error.strerror or error}; {consequence}", file=sys.stderr)
+
+
+def row_of(line: bytes) -> dict[str, Any] | None:
+    """Return the values of a line of metrics.jsonl, with its step; None if the line is damaged."""
+    try:
+        row = json.loads(line)
+        return row if type(row["step"]) is int else None
+    except (ValueError, RecursionError, TypeError, LookupError):
+        return None
 
 
 class AppendedFile:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from titanlite.build_llama import build_llama
 from titanlite.config.loader import read_toml
-from titanlite.config.schema import Model
+from titanlite.config.schema import LORA_FACTORS, Model
 from titanlite.hf import stacked_experts
 
 Q_NORM, Q_LATENT_NORM = "self_attn.q_norm", "self_attn.q_a_layernorm"
@@ -78,7 +78,7 @@ def tensor_shapes(model: Model) -> dict[str, torch.Size]:
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters of a model, except adapters, and the buffers that are weights in transformers."""
     biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith(BALANCE_BIAS)}
-    parameters = {name: each for name, each in model.named_parameters() if not name.endswith((".lora_a", ".lora_b"))}
+    parameters = {name: each for name, each in model.named_parameters() if not name.endswith(LORA_FACTORS)}
     return {**parameters, **biases}
 
 

@@ -20,7 +20,7 @@ from titanlite.config.launch import quantity
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.regular_file import open_own, read_file
 from titanlite.config.schema import Metrics
-from titanlite.files.appended_file import AppendedFile, report
+from titanlite.files.appended_file import AppendedFile, report, row_of
 from titanlite.files.durable import replace_file
 
 VALIDATION_LOSS = "validation_metrics/global_avg_loss"
@@ -232,10 +232,10 @@ def _remove_later_steps(path: Path, last_step: int) -> None:
     content = read_file(path, path.stat().st_size) if path.exists() else b""
     earlier, damaged = [], []
     for line in io.BytesIO(content):
-        step = _step_of(line)
-        if step is None:
+        row = row_of(line)
+        if row is None:
             damaged.append(line)
-        elif step <= last_step:
+        elif row["step"] <= last_step:
             earlier.append(line.rstrip(b"\n") + b"\n")
     if damaged:
         aside = path.with_name(f"{path.name}.damaged")
@@ -244,15 +244,6 @@ def _remove_later_steps(path: Path, last_step: int) -> None:
         print(f"{path}: moved {quantity(len(damaged), 'damaged line')} to {aside.name}", flush=True)
     if b"".join(earlier) != content:
         replace_file(path, b"".join(earlier))
-
-
-def _step_of(line: bytes) -> int | None:
-    """Return the step of a line of metrics.jsonl; None if the line is damaged."""
-    try:
-        step = json.loads(line)["step"]
-    except (ValueError, RecursionError, TypeError, LookupError):
-        return None
-    return step if type(step) is int else None
 
 
 def _console_line(step: int, steps: int, values: Mapping[str, float], seconds_per_step: float) -> str:

@@ -22,12 +22,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from titanlite.config import ConfigError
 from titanlite.config.loader import show
-from titanlite.config.schema import Lora
+from titanlite.config.schema import LORA_FACTORS, Lora
 from titanlite.model import Llama
 from titanlite.parallel.own_rules import RunsUncompiled
 from titanlite.techniques.low_precision import placements_of_products
-
-FACTORS = ("lora_a", "lora_b")
 
 
 class Adapters(nn.Module):
@@ -58,7 +56,7 @@ class Adapters(nn.Module):
             add_adapter(stage.get_submodule(name), self.lora)
         for module in stage.modules():
             for key, parameter in list(module.named_parameters(recurse=False)):
-                if key not in FACTORS:
+                if key not in LORA_FACTORS:
                     base = parameter.detach()
                     base = base if self.lora.base_dtype == "auto" else base.to(getattr(torch, self.lora.base_dtype))
                     module.register_parameter(key, nn.Parameter(base, requires_grad=False))
@@ -95,7 +93,7 @@ def add_adapter(layer: nn.Linear, lora: Lora) -> None:
         (placement,), mesh = layer.weight.placements, layer.weight.device_mesh
         a, b = Shard(0) if placement == Shard(1) else Replicate(), Shard(0) if placement == Shard(0) else Replicate()
         factors = [distribute_tensor(x, mesh, [p], src_data_rank=None) for x, p in zip(factors, (a, b), strict=True)]
-    for name, factor in zip(FACTORS, factors, strict=True):
+    for name, factor in zip(LORA_FACTORS, factors, strict=True):
         layer.register_parameter(name, nn.Parameter(factor))
     layer.forward = functools.partial(_adapted, layer, layer.forward, lora.alpha / lora.rank)
 

@@ -22,9 +22,9 @@ from titanlite.hf.names import hf_name, tensor_shapes, to_hf
 from titanlite.launch import progress
 from titanlite.launch.cli import run_command
 from titanlite.tools.parity import against, recorded_step
+from titanlite.tools.parity.against import FLOAT64, forward_backward
 from titanlite.tools.parity.ratios import Row, clusters, describe
 from titanlite.tools.parity.recorded_step import RecordedStep, read_step
-from titanlite.tools.parity.routes import Routes
 
 ROOT = Path(__file__).parents[3]
 CONFIG: dict[str, Any] = {
@@ -203,7 +203,7 @@ def model_section() -> dict[str, Any]:
 
 
 def compare(recorded: RecordedStep) -> dict[str, list[Row]]:
-    return against.compare(recorded, Routes(recorded), Routes(recorded))
+    return against.compare(recorded, *(forward_backward(recorded, each) for each in (FLOAT64, recorded.step.dtypes)))
 
 
 def verdict(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:

@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +38,16 @@ Tensors = dict[str, Tensor]
 _scalar = functools.partial(torch.tensor, dtype=torch.float64)
 
 
+class Pass(NamedTuple):
+    """A forward and backward of a recorded step, all in float64, and where its tokens went."""
+
+    losses_BT: Tensor
+    loss: Tensor
+    """The weighted sum of the tokens' losses."""
+    gradients: Tensors
+    routes: Routes
+
+
 def run_against(folder: Path) -> int:
     """Print the comparison with the step in a folder, and return the exit status: 0 if rounding explains every
     difference, 1 if not, 2 if it explains too much. Raises ConfigError if the folder is wrong, or the step is not
@@ -46,9 +57,10 @@ def run_against(folder: Path) -> int:
     dtypes = ", ".join(f"{name} {dtype}" for name, dtype in step.dtypes.model_dump().items())
     print(f"{folder}: {printable(step.program) or 'a step of another program'}")
     print(f"{n_sequences} sequences of {seq_len} tokens, {recorded.n_valid} valid; {dtypes}\n")
-    exact, rounded = Routes(recorded), Routes(recorded)
+    exact = forward_backward(recorded, FLOAT64)
+    rounded = exact if step.dtypes == FLOAT64 else forward_backward(recorded, step.dtypes)
     groups = compare(recorded, exact, rounded)
-    n_others, n_choices = exact.others(rounded)
+    n_others, n_choices = exact.routes.others(rounded.routes)
     if n_others:
         whose = "recorded" if recorded.experts is not None else "rounded"
         print(f"{n_others:,} of {n_choices:,} {whose} choices of a token's experts are not those of float64\n")
@@ -70,12 +82,12 @@ def run_against(folder: Path) -> int:
     return 0
 
 
-def compare(recorded: RecordedStep, routes: Routes, rounded_routes: Routes) -> dict[str, list[Row]]:
+def compare(recorded: RecordedStep, in_float64: Pass, as_theirs: Pass) -> dict[str, list[Row]]:
     """Return the results of both programs as rows, by kind: "experts", "loss", "gradients", "gradient norm", "updates".
-    The routes follow the passes in float64 and with rounding."""
+    The passes are in float64, and with the rounding of the program."""
     step = recorded.step
-    losses, loss, exact = forward_backward(recorded, FLOAT64, routes=routes)
-    rounded_losses, rounded_loss, rounded = forward_backward(recorded, step.dtypes, routes=rounded_routes)
+    losses, loss, exact, routes = in_float64
+    rounded_losses, rounded_loss, rounded, rounded_routes = as_theirs
     norm, distance = _norm(exact), _norm({name: rounded[name] - tensor for name, tensor in exact.items()})
     groups: dict[str, list[Row]] = {}
     if recorded.experts is not None:
@@ -136,16 +148,13 @@ def _error_of_sum(tensors: Tensors) -> float:
     return float(lost / (sum(each.sum() for each in squares) or 1.0))
 
 
-def forward_backward(
-    recorded: RecordedStep, dtypes: Dtypes, mean_BT: Tensor | None = None, routes: Routes | None = None
-) -> tuple[Tensor, Tensor, Tensors]:
-    """Return the loss of each token, [B, T], their sum weighted by `mean_BT` (None: their mean over the valid tokens),
-    and its gradients with those of the balance loss, if there is one, all in float64. Raises ConfigError if a number is
-    NaN or infinite."""
+def forward_backward(recorded: RecordedStep, dtypes: Dtypes, mean_BT: Tensor | None = None) -> Pass:
+    """Compute the losses, and the gradients with those of the balance loss, if there is one. `mean_BT` weights the
+    tokens' losses; None: their mean over the valid tokens. Raises ConfigError if a number is NaN or infinite."""
     weights, compute, reduce = (getattr(torch, name) for name in (dtypes.weights, dtypes.compute, dtypes.reduce))
     (n_sequences, seq_len), positions_BT = recorded.tokens_BT.shape, recorded.positions_BT
     options = with_balance_loss(recorded.model, recorded.step.balance_loss)
-    model, routes = build_llama(options, max_seq_len=seq_len).to(weights), routes or Routes(recorded)
+    model, routes = build_llama(options, max_seq_len=seq_len).to(weights), Routes(recorded)
     model.materialize(CPU)
     routes.follow(model)
     if compute != torch.float64:
@@ -177,7 +186,7 @@ def forward_backward(
         what = f"with compute {dtypes.compute} and loss_scale {scale:g}, the step of {recorded.model.hf_assets_path}"
         problem = f"{what} has numbers that are NaN or infinite; name the program's own dtypes and loss_scale"
         raise ConfigError([problem])
-    return losses_BT, (losses_BT * mean_BT).sum(), gradients
+    return Pass(losses_BT, (losses_BT * mean_BT).sum(), gradients, routes)
 
 
 def _round_angles(model: Llama) -> None:
@@ -274,7 +283,7 @@ def _quantities(recorded: RecordedStep) -> dict[str, float]:
 def _other_balance_losses(recorded: RecordedStep, rows: list[Row], quantities: dict[str, float]) -> Iterator[str]:
     """Yield in words how much of the balance loss is in the gradients, if that explains them."""
     step = recorded.step.model_copy(update={"balance_loss": None})
-    _, _, without = forward_backward(dataclasses.replace(recorded, step=step), FLOAT64)
+    without = forward_backward(dataclasses.replace(recorded, step=step), FLOAT64).gradients
     bare = [without[row.name.removeprefix("gradient ")] for row in rows]
     terms = [row.ours - tensor for row, tensor in zip(rows, bare, strict=True)]
     square = sum(term.square().sum().item() for term in terms)
@@ -309,7 +318,7 @@ def _other_losses(recorded: RecordedStep, groups: dict[str, list[Row]], kind: st
         text = f"of a mean over {count} {' or '.join(names)}, each a mean over its own tokens"
         others.append((recorded, text, mean_BT))
     for other, text, mean_BT in others:
-        _, loss, gradients = forward_backward(other, FLOAT64, mean_BT)
+        _, loss, gradients, _ = forward_backward(other, FLOAT64, mean_BT)
         ours = {f"gradient {name}": gradient for name, gradient in gradients.items()} | {"loss": loss}
         both = {each: groups[each] for each in ("gradients", "loss") if each in groups}
         equal = [each for each in both if all(row._replace(ours=ours[row.name]).equal for row in both[each])]

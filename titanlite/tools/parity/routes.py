@@ -88,10 +88,9 @@ def with_balance_loss(model: Model, loss: BalanceLoss | None) -> Model:
 
 def set_loads(model: Llama, recorded: RecordedStep, sequences: Tensor, loss_scale: float) -> None:
     """Give the routers the loads that weight scores in the balance loss: the recorded choices of these sequences."""
-    found, loss = routers(model), recorded.step.balance_loss
-    if loss is None:
+    if (loss := recorded.step.balance_loss) is None:
         return
-    n_experts = recorded.model.moe.n_experts
+    found, n_experts = routers(model), recorded.model.moe.n_experts
     loads = {name: recorded.experts[name][sequences].flatten().bincount(minlength=n_experts) for name in found}
     for name, router in found.items():
         router.load = sum(loads.values()) if loss.layers == "together" else loads[name]

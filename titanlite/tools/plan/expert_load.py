@@ -20,19 +20,16 @@ from titanlite.tools.plan.op_trace import replaced
 
 
 class ExpertLoad(NamedTuple):
-    """The load of a layer's experts in a microbatch.
-
-    Attributes:
-        sent: rows of the tokens that a rank routes, over all experts.
-        received: rows that the planned rank receives from each rank of its expert-parallel group, itself included.
-        n_ranks: ranks of that group.
-        n_experts: experts of a rank.
-    """
+    """The load of a layer's experts in a microbatch."""
 
     sent: int
+    """Rows of the tokens that a rank routes, over all experts."""
     received: int
+    """Rows that the planned rank receives from each rank of its expert-parallel group, itself included."""
     n_ranks: int
+    """Ranks of that group."""
     n_experts: int
+    """Experts of a rank."""
 
     @property
     def per_expert(self) -> float:

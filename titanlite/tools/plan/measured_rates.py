@@ -52,9 +52,12 @@ def collective_seconds(measured: Measured, name: str, size: int, n: int, nodes: 
 def seconds_at(points: Sequence[Sequence[float]], size: float) -> float:
     """Return the seconds at a size, from points (size, seconds) in the order of their sizes. Below the first point they
     are constant, and above the last one proportional to the size."""
-    smallest, largest = points[0][0], points[-1][0]
-    seconds = np.exp(np.interp(math.log(max(size, smallest)), *np.log(points).T))
-    return float(seconds) * max(size / largest, 1.0)
+    smallest, largest = points[0], points[-1]
+    if size <= smallest[0]:
+        return smallest[1]
+    if size >= largest[0]:
+        return largest[1] * size / largest[0]
+    return float(np.exp(np.interp(math.log(size), *np.log(points).T)))
 
 
 def rate_at(rows: Sequence[Sequence[float]], sizes: Sequence[float]) -> float:

@@ -31,18 +31,15 @@ def spread_of_difference(one: Spread, other: Spread) -> tuple[float, str]:
 
 @dataclasses.dataclass(frozen=True)
 class RankPlan:
-    """A pipeline rank's memory. Ranks that differ only in their place on other axes need the same memory.
-
-    Attributes:
-        points: the bytes on the device at each moment of a step.
-        offloaded: bytes by kind that CPU offload keeps in host memory.
-        overhead: bytes besides tensors, by what they are for: CUDA context, NCCL buffers, fragmentation.
-    """
+    """A pipeline rank's memory. Ranks that differ only in their place on other axes need the same memory."""
 
     rank: int
     points: list[Point]
+    """The bytes on the device at each moment of a step."""
     offloaded: Bytes
+    """Bytes by kind that CPU offload keeps in host memory."""
     overhead: dict[str, int]
+    """Bytes besides tensors, by what they are for: CUDA context, NCCL buffers, fragmentation."""
 
     @functools.cached_property
     def peak(self) -> Point:
@@ -57,32 +54,29 @@ class RankPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The plan of a config.
-
-    Attributes:
-        config: resolved for `world_size` ranks of `device`.
-        spans: start and end of each pipeline rank's actions, in seconds from the beginning of a gradient accumulation
-            step; empty without a pipeline.
-        cost: the cost of the busiest rank's step; `elapsed` does not include waiting for other ranks.
-        step_seconds: expected seconds of the full step.
-        spread: how each group of times contributes to the range of the step.
-        update_seconds: seconds of the step after the last backward: gradient norm, clipping, optimizer.
-        flops_per_token: FLOPs as MFU counts them.
-        axes: the ranks of the first rank's process group along each axis.
-    """
+    """The plan of a config."""
 
     config: Config
+    """Resolved for `world_size` ranks of `device`."""
     device: Device
     world_size: int
     ranks: list[RankPlan]
     spans: list[list[Span]]
+    """Start and end of each pipeline rank's actions, in seconds from the beginning of a gradient accumulation step;
+    empty without a pipeline."""
     cost: Cost
+    """The cost of the busiest rank's step; `elapsed` does not include waiting for other ranks."""
     step_seconds: float
+    """Expected seconds of the full step."""
     spread: Spread
+    """How each group of times contributes to the range of the step."""
     update_seconds: float
+    """Seconds of the step after the last backward: gradient norm, clipping, optimizer."""
     flops_per_token: int
+    """FLOPs as MFU counts them."""
     n_parameters: int
     axes: dict[str, list[int]]
+    """The ranks of the first rank's process group along each axis."""
 
     def axis_size(self, axis: str) -> tuple[int, int]:
         """Return how many ranks an axis has, and on how many nodes they are."""

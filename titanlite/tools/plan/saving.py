@@ -14,19 +14,16 @@ from titanlite.tools.plan.efficiency import ANY
 
 
 class Saving(NamedTuple):
-    """The size of a checkpoint and the times of a save.
-
-    Attributes:
-        size: bytes of the weights and the optimizer states.
-        copy_seconds: seconds until each rank's shards are in host memory.
-        write_seconds: seconds until each node has written its shards: expected, least and most.
-        pinned: bytes of a node's memory that the first asynchronous save pins, in blocks of 2^n bytes, one per tensor.
-    """
+    """The size of a checkpoint and the times of a save."""
 
     size: int
+    """Bytes of the weights and the optimizer states."""
     copy_seconds: float
+    """Seconds until each rank's shards are in host memory."""
     write_seconds: tuple[float, ...]
+    """Seconds until each node has written its shards: expected, least and most."""
     pinned: float
+    """Bytes of a node's memory that the first asynchronous save pins, in blocks of 2^n bytes, one per tensor."""
 
 
 def saving(config: Config, device: Device, world_size: int, devices_per_node: int) -> Saving:

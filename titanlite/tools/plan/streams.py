@@ -28,37 +28,31 @@ GATHERED_AXES = ("fsdp", "efsdp")
 
 
 class Run(NamedTuple):
-    """Operators that run one after the other.
-
-    Attributes:
-        device: seconds that they take on the device.
-        host: seconds that the host takes to issue them.
-        both: seconds from the host's first to the device's last one, on an idle device.
-        attends: whether they are attention beside messages of a ring.
-    """
+    """Operators that run one after the other."""
 
     device: float
+    """Seconds that they take on the device."""
     host: float
+    """Seconds that the host takes to issue them."""
     both: float
+    """Seconds from the host's first to the device's last one, on an idle device."""
     attends: bool = False
+    """Whether they are attention beside messages of a ring."""
 
 
 class Collective(NamedTuple):
-    """A collective or a message over an axis of the mesh.
-
-    Attributes:
-        copy: seconds in which CPU offload copies the shard to the device before an all-gather, or to the host after a
-            reduce-scatter.
-        addition: seconds that the host takes to add the copy to the gradient of earlier gradient accumulation steps.
-        outputs: allocations that it writes, if an Arrival says when the device waits for them.
-    """
+    """A collective or a message over an axis of the mesh."""
 
     name: str
     axis: str
     seconds: float
     copy: float = 0.0
+    """Seconds in which CPU offload copies the shard to the device before an all-gather, or to the host after a
+    reduce-scatter."""
     addition: float = 0.0
+    """Seconds that the host takes to add the copy to the gradient of earlier gradient accumulation steps."""
     outputs: tuple[Hashable, ...] = ()
+    """Allocations that it writes, if an Arrival says when the device waits for them."""
 
 
 class Arrival(NamedTuple):
