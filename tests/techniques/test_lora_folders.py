@@ -147,6 +147,11 @@ def test_adapters_of_another_base_are_rejected(folder: Path, ranks: Any):
     argv = [str(folder / "run.toml"), *IN_FLOAT64, "--training.steps=2"]
     (message,) = ranks(1).run(run_train, argv=argv)
     assert "saved with lora.base = " in message
+    assert "with the same weights in checkpoint.initial_load_path" in message
+    weights["model.layers.0.self_attn.q_proj.weight"] -= 1
+    save_file(weights, file, metadata={"format": "pt"})
+    (message,) = ranks(1).run(run_train, argv=[*argv, "--lora.rank=0"])
+    assert "saved with lora.rank = 3, and this run has no lora.rank; resume with the same, or start" in message
 
 
 # Merged under other layouts, and other bases -------------------------------------------------------------------------

@@ -70,6 +70,9 @@ def model_card(path: Path, name: str, config: dict[str, Any], source: Path | Non
         text = read_file(card, LARGEST_FILE).decode("utf-8", "replace") if card.is_file() else ""
         found = re.match(r"---\n(?:.*\n)*?license: *[\"']?([\w.-]+)", text.partition("\n---")[0])
         license_name = head["license"] = found[1] if found else "other"
+    lora = config["lora"] if isinstance(config.get("lora"), dict) else {}
+    if lora.get("rank"):
+        base += f", with adapters (LoRA, rank {lora['rank']}, alpha {lora.get('alpha')}) merged"
     metrics = run / "metrics.jsonl"
     for row in map(row_of, io.BytesIO(read_file(metrics, LARGEST_FILE)) if metrics.is_file() else ()):
         for what in ("loss", "validation") if row and row["step"] <= step else ():

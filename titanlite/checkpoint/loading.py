@@ -40,12 +40,15 @@ def load_checkpoint(
         options["data"] = f" (changed: {changed}{why * ('validation.' in changed)})"
     saved = _with_optimizer(state["identity"], state["config"])
     own = _with_optimizer(checkpointer.identity, checkpointer.config if state["config"] else {})
+    options["lora.base"] = " weights in checkpoint.initial_load_path, whose hash it is"
+    if not ("lora.rank" in saved and "lora.rank" in own):  # the rank alone says so
+        saved, own = ({k: each[k] for k in each if k == "lora.rank" or k[:5] != "lora."} for each in (saved, own))
     differences = [
-        f"{path}: saved with {key} = {show(saved.get(key))}, and this run has {show(value)}; resume "
-        f"with the same{options.get(key, '')}, or start in another job.dump_folder "
+        f"{path}: saved with {_named(key, saved)}, and this run has {_named(key, own).removeprefix(f'{key} = ')}; "
+        f"resume with the same{options.get(key, '')}, or start in another job.dump_folder "
         "(checkpoint.initial_load_path loads only the weights)"
-        for key, value in {**dict.fromkeys(saved), **own}.items()
-        if saved.get(key) != value and key not in checkpointer.may_differ
+        for key in {**saved, **own}
+        if saved.get(key) != own.get(key) and key not in checkpointer.may_differ
     ]
     if differences:
         raise ConfigError(differences)
@@ -132,8 +135,12 @@ def load_tensors(
     return problems
 
 
+def _named(key: str, identity: Mapping[str, Any]) -> str:
+    return f"{key} = {show(identity[key])}" if key in identity else f"no {key}"
+
+
 def _with_optimizer(identity: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the identity with the states added that an optimizer saves, if the run's config is known."""
-    name, ema = config.get("optimizer.name"), "on" if config.get("ema.decay") else "off"
+    name, ema = config.get("optimizer.name"), "above 0" if config.get("ema.decay") else "0"
     states = {"optimizer.name": "Muon" if name == "Muon" else "Adam or AdamW", "ema.decay": ema}
     return identity | (states if name else {})

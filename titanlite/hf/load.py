@@ -204,7 +204,9 @@ def _file_problems(file: Path, shapes: dict[str, torch.Size], grows: set[str]) -
             inside = set(tensors.keys())
             for name, shape in shapes.items():
                 if name not in inside:
-                    problems.append(f"{file}: lacks {show(name)}, which {INDEX} says it has; download the folder again")
+                    problems.append(
+                        f"{file}: lacks {show(name)}, which {INDEX} says it has; download or export the folder again"
+                    )
                     continue
                 header = tensors.get_slice(name)
                 found, needed = header.get_shape(), list(shape)
@@ -221,9 +223,9 @@ def _file_problems(file: Path, shapes: dict[str, torch.Size], grows: set[str]) -
 
 
 @contextlib.contextmanager
-def open_safetensors(file: Path, again: str = "download") -> Iterator[Any]:
+def open_safetensors(file: Path, again: str = "download or export") -> Iterator[Any]:
     """Open a safetensors file, whose header is checked against its size. Raises ConfigError if it is damaged; `again`
-    is the verb of its advice, as in "download the file again"."""
+    is the verb of its advice, as in "copy the file again"."""
     if not file.is_file():  # a pipe is no file either: a read would wait
         raise ConfigError([f"{file}: no such file; {again} the folder again"])
     try:
@@ -282,7 +284,7 @@ def _finite(numbers: Tensor, tensor: str, file: Path) -> Tensor:
     """Return the numbers, which are from a tensor in a file. Raises ConfigError if one is NaN or infinite."""
     if not torch.stack(numbers.aminmax()).isfinite().all():  # NaN if there is one; no copy is made
         problem = f"{file}: {tensor} has a number that is NaN or infinite; expected finite ones"
-        raise ConfigError([f"{problem}; download the file again, or take another model"])
+        raise ConfigError([f"{problem}; download or export the file again, or take another model"])
     return numbers
 
 

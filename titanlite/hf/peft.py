@@ -43,7 +43,12 @@ def export_adapters(reader: Any, options: Model, lora: Lora, out: Path, *, base:
     short = {module.rpartition(".")[2] for module in modules}
     with new_folder(out) as folder:
         config = {
-            **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True},
+            **{
+                "peft_type": "LORA",
+                "task_type": "CAUSAL_LM",
+                "base_model_name_or_path": str(Path(base).resolve()),
+                "inference_mode": True,
+            },
             **{"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0, "bias": "none", "use_rslora": False},
             "target_modules": sorted(modules if options.moe.n_experts else short),
         }

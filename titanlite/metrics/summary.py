@@ -5,7 +5,7 @@ import torch
 from titanlite.config import Config
 from titanlite.config.loader import show
 from titanlite.config.model_sizes import SIZES
-from titanlite.config.schema import QUANTIZED_STATES, Model, stage_modules
+from titanlite.config.schema import QUANTIZED_STATES, SEEDED, Model, stage_modules
 from titanlite.data.packing import Sequences, SplitSequences
 
 
@@ -110,7 +110,8 @@ def optimization_summary(config: Config) -> list[str]:
     """Return a line for each technique that saves time or memory."""
     float8, checkpointing, chunks = config.float8, config.activation_checkpoint, config.training.loss_chunks
     option = f" {checkpointing.selective_ac_option}" * (checkpointing.mode == "selective")
-    lora = f"rank {config.lora.rank}, alpha {config.lora.alpha:g}, of {', '.join(config.lora.targets)}"
+    base = config.checkpoint.initial_load_path.replace(SEEDED, "random weights (checkpoint.initial_load_path)")
+    lora = f"rank {config.lora.rank}, alpha {config.lora.alpha:g}, of {', '.join(config.lora.targets)}; base: {base}"
     lines = {
         f"LoRA       {lora}": config.lora.rank > 0,
         f"float8     {float8.recipe}{', emulated' * float8.emulate}": float8.enable,

@@ -36,14 +36,15 @@ class Adapters(nn.Module):
         """Check the targets. `model()` returns the full model, of which `stage` may be a pipeline stage. Raises
         ConfigError for a target that no layer has, or whose forward is not affine, and for a stage without targets."""
         super().__init__()
-        names = _targets(stage, lora.targets)
+        names = _targets(stage, lora)
         self.lora, self.names = lora, sorted(set().union(*names.values()))
         self.stage = (stage,)  # a tuple, since an attribute would make the stage a module of its own module
         if not all(names.values()):  # other stages may have them
             full = model()
-            if missing := [target for target, found in _targets(full, lora.targets).items() if not found]:
+            if missing := [target for target, found in _targets(full, lora).items() if not found]:
                 layers = {name.rpartition(".")[2] for name, module in _modules(full) if isinstance(module, nn.Linear)}
-                expected = f"expected names of linear layers: {', '.join(sorted(layers))}"
+                expected = f"expected names of linear layers: {', '.join(sorted(layers))} (wq is transformers' q_proj, "
+                expected += "w1 gate_proj, w2 down_proj, w3 up_proj)"
                 raise ConfigError([f"lora.targets: {show(each)}: no layer has it; {expected}" for each in missing])
         if not self.names:
             stages = "a pipeline stage has none of these layers; set targets that each stage has, or fewer stages"
@@ -68,11 +69,11 @@ def _modules(model: Llama) -> Iterator[tuple[str, nn.Module]]:
         yield from ((f"layers.{layer}.{name}", module) for name, module in block.named_modules() if name)
 
 
-def _targets(model: Llama, targets: list[str]) -> dict[str, list[str]]:
+def _targets(model: Llama, lora: Lora) -> dict[str, list[str]]:
     """Return the names of the modules that each target names. Raises ConfigError for one whose forward is not affine,
-    or that is computed with the experts."""
+    or that is computed with the experts, and for a rank above the layer's width."""
     of_experts = tuple(f"{name}." for name, module in _modules(model) if isinstance(module, RunsUncompiled))
-    names: dict[str, list[str]] = {target: [] for target in targets}
+    names: dict[str, list[str]] = {target: [] for target in lora.targets}
     for name, module in _modules(model):
         for target in (each for each in names if f".{name}".endswith(f".{each}")):
             problem = f"lora.targets: {show(target)}: {name} is a {type(module).__name__}"
@@ -81,6 +82,9 @@ def _targets(model: Llama, targets: list[str]) -> dict[str, list[str]]:
                 raise ConfigError([problem])
             if name.startswith(of_experts):
                 raise ConfigError([f"{problem} of a mixture of experts, which has no adapters; name attention's"])
+            if (most := min(module.in_features, module.out_features)) < lora.rank:
+                problem = f"lora.rank = {lora.rank}: {name} has {module.in_features} inputs and {module.out_features}"
+                raise ConfigError([f"{problem} outputs; expected at most {most}"])
             names[target].append(name)
     return names
 

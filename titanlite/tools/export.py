@@ -26,6 +26,7 @@ import errno
 import sys
 from pathlib import Path
 
+from titanlite.config.loader import ConfigError
 from titanlite.launch.arguments import Parser, count
 
 DTYPES = ("bfloat16", "float32", "float16")
@@ -50,6 +51,8 @@ def main(argv: list[str]) -> int:
     options = vars(parser.parse_args(argv))
     checkpoint, out, verifies = options["checkpoint"], options["out"], options.pop("verify")
     if not verifies or not (out / "config.json").is_file():
+        if verifies and out.exists():
+            raise ConfigError([f"--verify: {out} exists and has no config.json; name an exported folder, or a new one"])
         from titanlite.checkpoint.export import run  # imported here, so that --help does not wait for torch
 
         try:
