@@ -233,7 +233,8 @@ def test_a_fine_tuning_run_under_three_parallelisms(folder: Path, ranks: Any, ca
     path = train(ranks, folder, 8, *layout, "--training.steps=30", "--checkpoint.last_save_in_hf")
     records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [record["loss_metrics/global_avg_loss"] for record in records if "loss_metrics/global_avg_loss" in record]
-    assert losses[-1] < losses[0] - 0.4
+    # Measured: 0.41, and 0.13 with a learning rate of 1e-12, since batches differ.
+    assert sum(losses[-2:]) / 2 < sum(losses[:2]) / 2 - 0.25
     export.run(path, folder / "merged", None, merge=True)
     written, tensors = load_file(folder / "merged" / "model.safetensors"), merged(path)
     options = model_options(path, CheckpointReader(path).state)
