@@ -85,7 +85,7 @@ def train(config: Config, launch: Launch, signals: process.Signals) -> dict[str,
             mark(COMPILES)
             with progress(f"step {step}: compiling", enabled=is_first and launch.rank == 0 and config.compile.enable):
                 loss_sum, valid = train_step.gradients(step, batches, guard.loss_scale)
-            if not is_first:  # in the first step, ranks may wait below for a rank that still compiles
+            if not is_first:  # a rank that has compiled may wait below for other ranks
                 mark("updating the weights")
 
             # One small all-reduce tells every rank the loss and whether some rank was asked to stop or to save. Either
