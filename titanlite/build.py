@@ -168,7 +168,6 @@ def build_train_step(run: Run, groups: OneGroup | None = None) -> TrainStep:
 
 
 def build_guard(training: Training, device: torch.device) -> StepGuard:
-    """Return the object that decides which optimizer updates are taken."""
     loss_scale = outliers = None
     if training.mixed_precision_param == "float16":
         from titanlite.techniques.loss_scale import LossScale
@@ -182,7 +181,6 @@ def build_guard(training: Training, device: torch.device) -> StepGuard:
 
 
 def build_groups(run: Run) -> OneGroup:
-    """Return the object that yields steps and sums over ranks: OneGroup, or Replicas if fault_tolerance.enable."""
     section = run.config.fault_tolerance
     if not section.enable:
         return OneGroup()
@@ -193,7 +191,6 @@ def build_groups(run: Run) -> OneGroup:
 
 
 def build_balance(config: Config, model: Llama, device: torch.device) -> Balance | None:
-    """Return the object that balances the load of the model's experts; None for a model without experts."""
     if not config.model.moe.n_experts:
         return None
     from titanlite.techniques.moe.balance import LoadBalance
@@ -285,7 +282,6 @@ def build_loader(run: Run, sequences: Sequences | Mixture, state: dict[str, Any]
 
 
 def build_validation_batches(config: Config, layout: Layout, sequences: SplitSequences) -> tuple[Iterator[Batch], int]:
-    """Return this rank's batches of one validation, and the number of batches."""
     arguments = sequences, config.training, config.validation, data_share(config, layout)
     return validation_batches(*arguments), n_validation_batches(*arguments)
 
@@ -323,7 +319,6 @@ def build_checkpoints(run: Run) -> NoCheckpoints:
 
 
 def build_validator(run: Run, train_step: TrainStep) -> Validator:
-    """Return the object that computes the validation loss of a run."""
     batches = functools.partial(build_validation_batches, run.config, run.layout, run.data.validation)
     arguments = run.config.validation, train_step, batches, run.signals
     if run.config.ema.validation:

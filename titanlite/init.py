@@ -32,11 +32,8 @@ def _generator(seed: int, name: str, device: torch.device) -> torch.Generator:
 
 @torch.no_grad()
 def init_weights(model: Llama, *, seed: int, n_layers: int, device: torch.device) -> None:
-    """Fill every parameter of a model or stage that has memory: plain tensors, and DTensors of any placement.
-
-    `n_layers` is the number of layers of the full model, not of a stage. Float32 numbers are drawn on `device`; the
-    generators of CPU and CUDA give different numbers.
-    """
+    """Fill every parameter, a plain tensor or a DTensor of any placement, of a model or stage that has memory.
+    `n_layers`: the layers of the full model. `device` draws float32 numbers; CPU and CUDA draw different numbers."""
     for name, parameter in model.named_parameters():
         std = STD / math.sqrt(2 * n_layers) if name.endswith(RESIDUAL_OUTPUTS) else STD
         if parameter.dim() > 2:  # stacked experts: each expert has a generator of its own, seeded by its number

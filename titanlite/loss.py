@@ -37,8 +37,7 @@ def cross_entropy(logits_NV: Tensor, targets_N: Tensor, group: dist.ProcessGroup
 
 
 class _VocabularyParallel(torch.autograd.Function):
-    """Computes the cross entropy of logits that are sharded over the vocabulary (arXiv:1909.08053, section 3). Ranks
-    exchange three numbers per token, never logits."""
+    """Cross entropy of vocabulary-sharded logits (arXiv:1909.08053, section 3): ranks exchange 3 numbers per token."""
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -71,9 +70,7 @@ def linear_cross_entropy(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, mesh: DeviceMesh | None, loss_parallel: bool, loss: TokenLoss
 ) -> Tensor:
     """Return the loss of each token of one chunk, [N]: the output head's matrix product, then the cross entropy.
-
-    `weight_VD` is this rank's shard of the output head; `mesh`: the ranks over which it is sharded (None: unsharded).
-    """
+    `weight_VD`: this rank's shard of the output head; `mesh`: the ranks over which it is sharded (None: unsharded)."""
     logits_NV = F.linear(x_ND, weight_VD)
     if mesh is not None and not loss_parallel:
         logits_NV = DTensor.from_local(logits_NV, mesh, [Shard(-1)]).redistribute(placements=[Replicate()]).to_local()

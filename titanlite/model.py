@@ -27,19 +27,15 @@ from titanlite.rope import apply_rotary_emb, rope_table
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Documents:
-    """Says which tokens of a packed sequence are one document: a token attends only to tokens of its document.
-
-    This class wraps a tensor, since fully_shard moves bare tensors to the device. Attention derives the sizes of its
-    calls from the positions on the host: from a tensor on the device, it would have to wait for the device.
-    """
+    """Says which tokens of a packed sequence are one document: a token attends only to tokens of its document. The
+    class hides the tensor from fully_shard, which would move it to the device: attention reads it on the host."""
 
     positions_BT: Tensor
     """Position of each token in its document, int64 in host memory."""
 
 
 class ScaledDotProductAttention(nn.Module):
-    """Computes causal softmax(q k^T / sqrt K) v over the last `window` tokens (0: all). Only this module mixes
-    positions: context parallel replaces it."""
+    """Computes causal softmax(q k^T / sqrt K) v over the last `window` tokens (0: all); replaced by TiledAttention."""
 
     def __init__(self, window: int = 0):
         super().__init__()
@@ -76,7 +72,6 @@ NORMS = {"rms": nn.RMSNorm, "rms_plus_one": NormPlusOne, "layer": nn.LayerNorm}
 
 
 def build_norm(model: Model, width: int) -> nn.Module:
-    """Build the norm that model.norm names; it normalizes a last dimension of `width` channels."""
     return NORMS[model.norm](width, eps=model.norm_eps)
 
 
@@ -175,9 +170,9 @@ class Output(nn.Linear):
 class Llama(nn.Module):
     """The full model, or a pipeline stage, which lacks layers and may have no `tok_embeddings`, `norm` or `output`.
 
-    build_llama.py builds a model on the meta device, `materialize` gives it memory, and `titanlite.init.init_weights`
-    draws its weights. The rotary table has `max_seq_len` positions. `build_block` returns the block of a layer by its
-    number. `modules`: names of the modules to build (tok_embeddings, layers.N, norm, output); None: all.
+    build_llama.py builds a Llama on the meta device, `materialize` gives it memory, and init.py draws its weights.
+    `max_seq_len`: positions of the rotary table. `build_block`: returns the block of a layer by its number.
+    `modules`: names of the modules to build (tok_embeddings, layers.N, norm, output); None: all.
     """
 
     def __init__(
@@ -211,8 +206,7 @@ class Llama(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Have the output head use the embedding's weight, if embeddings are tied. Call `tie` again after code that
-        replaces parameters, since a new parameter is not tied."""
+        """If embeddings are tied, have the output head use the embedding's weight, also after code has replaced it."""
         if self.tied:
             self.output.weight = self.tok_embeddings.weight
 

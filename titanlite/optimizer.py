@@ -26,18 +26,15 @@ def parameter_groups(parameters: Iterable[tuple[str, nn.Parameter]], optimizer: 
 
 
 def build_adam(groups: list[dict[str, Any]], optimizer: Optimizer, name: str) -> torch.optim.Optimizer:
-    """Build torch's optimizer `name`, Adam or AdamW."""
     betas = optimizer.beta1, optimizer.beta2
     implementation = {name: name == optimizer.implementation for name in ("fused", "foreach")}
     return getattr(torch.optim, name)(groups, optimizer.lr, betas, optimizer.eps, **implementation)
 
 
 def lr_factor(step: int, lr_scheduler: LRScheduler) -> float:
-    """Return the factor on the peak learning rate at a step, counted from 1.
-
-    The learning-rate schedule is warmup-stable-decay (WSD, arXiv:2404.06395; sqrt decay: arXiv:2405.18392). The last
-    warmup step is at the peak. The decay reaches min_lr_factor one step after total_steps: no step has a rate of 0.
-    """
+    """Return the factor on the peak learning rate at a step, counted from 1. The learning-rate schedule is
+    warmup-stable-decay (WSD, arXiv:2404.06395; sqrt decay: arXiv:2405.18392). The last warmup step has factor 1. The
+    decay reaches min_lr_factor one step after total_steps, so that no step has learning rate 0."""
     warmup_steps, total_steps = lr_scheduler.warmup_steps, lr_scheduler.total_steps
     decay_ratio = lr_scheduler.decay_ratio
     decay_steps = max(total_steps - warmup_steps, 0) if decay_ratio == -1 else round(total_steps * decay_ratio)
@@ -94,12 +91,9 @@ def scales_gradients(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def clipped_step(optimizer: torch.optim.Optimizer, factor: Tensor, finite: Tensor) -> None:
-    """Take an optimizer step on gradients multiplied by `factor` if `finite`; otherwise take no step.
-
-    `factor` and `finite` are scalars on the device, the same on all ranks. A fused or low-bit optimizer reads both on
-    the device, as it reads a gradient scaler's: the host does not wait, and no extra pass scales the gradients. With
-    other optimizers, and in float64, the host waits for both scalars.
-    """
+    """Take an optimizer step on gradients multiplied by `factor` if `finite`. Both are scalars on the device, the same
+    on all ranks. A fused or low-bit optimizer reads both on the device, in its own pass over the gradients. With other
+    optimizers, and in float64, the host waits for `finite`, and another pass multiplies the gradients."""
     if scales_gradients(optimizer):
         device = optimizer.param_groups[0]["params"][0].device
         optimizer.grad_scale = (1 / factor).to(device, torch.float32)

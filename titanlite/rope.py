@@ -12,12 +12,11 @@ from titanlite.config.schema import Model
 def rope_frequencies(model: Model, length: int) -> Tensor:
     """Return the angular frequency of each rotated pair of channels, radians per position, [R/2] in float64.
 
-    A rope_scaling_factor > 1 stretches wavelengths. "linear" stretches all wavelengths. "llama3" stretches wavelengths
-    above rope_original_seq_len / rope_low_freq_factor, leaves wavelengths below rope_original_seq_len /
-    rope_high_freq_factor, and blends between these bounds (Llama 3.1 model card and reference code). "yarn"
-    (arXiv:2309.00071) does the same with the factors rope_beta_slow and rope_beta_fast, and blends by a pair's index,
-    not by its wavelength. "longrope" (arXiv:2402.13753) has a factor for each pair: rope_long_factors if `length`, the
-    tokens of a sequence, exceeds rope_original_seq_len, else rope_short_factors.
+    A rope_scaling_factor > 1 stretches wavelengths. "linear" stretches all. "llama3" stretches wavelengths above
+    rope_original_seq_len / rope_low_freq_factor, keeps wavelengths below rope_original_seq_len / rope_high_freq_factor,
+    and blends between (Llama 3.1 model card and reference code). "yarn" (arXiv:2309.00071) does the same with the
+    factors rope_beta_slow and rope_beta_fast, but blends by a pair's index, not its wavelength. "longrope"
+    (arXiv:2402.13753) has a factor for each pair: another for sequences (`length`) above rope_original_seq_len.
     """
     dim, scaling = model.rope_dim, model.rope_scaling_factor
     frequency = model.rope_theta ** -(torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim)
@@ -66,9 +65,8 @@ def rope_magnitude(model: Model) -> float:
 
 
 def rope_table(model: Model, length: int, dtype: torch.dtype, angle_dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return cos and sin of position * frequency, times rope_magnitude, [length, K/2, 2]. Channels without rotary
-    embedding come last, with cos 1 and sin 0. Angles are float64, since float32 has no accurate sine of positions in
-    the millions. The table is in float32, or in float64 for a float64 model."""
+    """Return cos and sin of position * frequency, times rope_magnitude, [length, K/2, 2], in float32 or better.
+    Unrotated channels come last: cos 1, sin 0. In float32, a sine of positions in the millions would be inaccurate."""
     frequencies, magnitude = rope_frequencies(model, length).to(angle_dtype), rope_magnitude(model)
     angles = torch.outer(torch.arange(length, dtype=angle_dtype, device="cpu"), frequencies)
     table = magnitude * torch.stack((angles.cos(), angles.sin()), dim=-1)

@@ -102,11 +102,9 @@ class StepGuard:
         self.last_loss = loss
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of skipped outliers by tag."""
         return {"skipped_steps": self._outliers.n_skipped} if self._outliers else {}
 
     def state(self) -> dict[str, Any]:
-        """Return the guard's state for a checkpoint, as plain JSON."""
         state: dict[str, Any] = {"skipped": self.n_nonfinite}
         for owner in filter(None, (self._loss_scale, self._outliers)):
             state |= owner.state()

@@ -41,13 +41,11 @@ class SingleStageRunner(Runner):
         self.model = model
 
     def forward_backward(self, batch: Batch, valid: Tensor) -> Tensor:
-        """Add the gradient of (sum of this batch's token losses) / valid to the parameters, and return the sum."""
         loss = self.forward(batch)
         (loss / valid).backward()
         return loss.detach()
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the sum of the token losses."""
         return self.model(batch.tokens, **batch.inputs())
 
 
@@ -92,9 +90,8 @@ class OneGroup:
     def begin(
         self, last_step: int, saved: Mapping[str, Any], state: SavedState, abandon: Callable[[int], None]
     ) -> None:
-        """Begin after `last_step`; call it before `steps`. `saved`: the state in the checkpoint of that step, {}
-        without one. `state`: saves and loads this run's state, which replica groups exchange. `abandon`: removes the
-        logged metrics of all steps after its argument, for a group that returns to an earlier step."""
+        """Begin after `last_step`, before `steps` is called. `saved`: the state in that step's checkpoint, or {}.
+        Replica groups use `state` to exchange the run's state, and `abandon(step)` to remove metrics of later steps."""
 
     def steps(self, last_step: int, last: int) -> Iterable[int]:
         """Yield the number of each step from `last_step` + 1 to `last`."""
@@ -193,9 +190,8 @@ class TrainStep:
         The global loss is the sum of all token losses divided by the number of valid tokens, over all ranks and
         accumulation steps. Tokens are counted first: each accumulation step's loss is divided by the global count, and
         gradients are only summed. `loss_scale`: a factor on the loss in the backward; gradients are divided by it.
-
-        Return two float64 scalars on the device: the sum of this rank's token losses (nats; 0 without
-        `contributes_loss`) and the global number of valid tokens.
+        Return float64 scalars on the device: the sum of this rank's token losses (nats; 0 without `contributes_loss`)
+        and the global number of valid tokens.
         """
         if self.balance:
             self.balance.begin_step(loss_scale)

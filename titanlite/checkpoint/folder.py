@@ -55,7 +55,6 @@ def checkpoints(folder: Path, *suffixes: str) -> list[Path]:
 
 
 def complete_steps(folder: Path) -> list[int]:
-    """Return the steps of the good checkpoints in a folder, ascending."""
     return [state_of(path)[0] for path in checkpoints(folder, "")]
 
 
@@ -82,8 +81,7 @@ class CheckpointFolder:
         return self._path
 
     def recover(self) -> None:
-        """Delete a killed run's unfinished checkpoints, and complete its renames. Raises ConfigError if a file's name
-        is that of a checkpoint's folder."""
+        """Delete unfinished checkpoints of a killed run, and complete its renames. Raises ConfigError for a file step-N."""
         for path in self.path.glob("step-*"):
             if (state_of(path) or path.name.endswith(TEMPORARY)) and not path.is_dir():
                 raise ConfigError([f"{path}: expected the folder of a checkpoint; move or remove this"])
@@ -97,7 +95,6 @@ class CheckpointFolder:
             _remove(path)
 
     def named(self, step: int, suffix: str = "") -> Path:
-        """Return the path of a step's checkpoint in the state of a suffix."""
         path = self.path / f"step-{step}{suffix}"
         if path.is_symlink():
             raise OSError(errno.ELOOP, "expected the folder of a checkpoint, not a link", str(path))
@@ -119,7 +116,6 @@ class CheckpointFolder:
         return path
 
     def remove_unfinished(self, step: int) -> None:
-        """Delete the files of a checkpoint that could not be written."""
         with contextlib.suppress(OSError):
             shutil.rmtree(self.named(step, TEMPORARY))
 

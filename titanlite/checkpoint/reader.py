@@ -44,7 +44,6 @@ class CheckpointReader:
 
     @functools.cached_property
     def shapes(self) -> dict[str, torch.Size]:
-        """Return the shapes of the full tensors by name."""
         return {name: torch.Size(entry.shape) for name, entry in self.manifest.tensors.items()}
 
     @functools.cached_property
@@ -53,7 +52,6 @@ class CheckpointReader:
 
     @property
     def bytes_read(self) -> int:
-        """Return the number of tensors' bytes that have been read so far."""
         return sum(file.bytes_read for file in list(self._files.values()))
 
     def read(self, name: str) -> Tensor:

@@ -61,7 +61,6 @@ class NoCheckpoints:
         return {}
 
     def load_initial(self, options: Model) -> None:
-        """Load the weights of checkpoint.initial_load_path, if it names a folder."""
         if self.checkpoint.initial_load_path != SEEDED:
             from titanlite.checkpoint.loading import load_weights  # imported here: few runs need it
 

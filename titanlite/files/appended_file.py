@@ -11,7 +11,6 @@ from titanlite.config.regular_file import open_own
 
 
 def report(what: str, error: OSError, consequence: str) -> None:
-    """Print one line about a file that could not be written, with the `consequence` for the run."""
     print(f"warning: {what} could not be written: {error.strerror or error}; {consequence}", file=sys.stderr)
 
 

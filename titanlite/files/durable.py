@@ -76,7 +76,6 @@ def cannot_read(what: str, error: OSError) -> Exception:
 
 
 def sync(file: BinaryIO) -> None:
-    """Wait until all data written to a file is on the disk."""
     file.flush()
     os.fsync(file.fileno())
 

@@ -38,7 +38,6 @@ class MeasuredCollective(Section):
 
     name: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send"]
     ranks: Annotated[int, Field(ge=2)]
-    """Number of ranks of the group."""
     nodes: Annotated[int, Field(ge=1)]
     """Number of nodes of the group's ranks."""
     points: Points
@@ -49,7 +48,6 @@ class Measured(Section):
     """The measurements of `titanlite calibrate` on a device."""
 
     torch: str
-    """Version of PyTorch."""
     ranks: Annotated[int, Field(ge=1)]
     """Number of ranks that measured at the same time; on a CPU, ranks share the cores."""
     matmul: dict[Literal["bf16", "fp8", "fp32"], Annotated[list[FourRates], Field(min_length=1)]]

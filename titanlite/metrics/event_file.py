@@ -40,7 +40,6 @@ class EventFile:
         self.file.append(record.getvalue())
 
     def add_scalars(self, values: dict[str, float], step: int) -> None:
-        """Write the values of a step by tag."""
         scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         self._write(Event(step=step, summary=Summary(value=scalars)))
 
@@ -49,5 +48,4 @@ class EventFile:
         self._write(Event(step=step, summary=summary.histogram(tag, values, bins=30)))
 
     def add_text(self, tag: str, text: str, step: int = 0) -> None:
-        """Write a text, which TensorBoard shows as Markdown."""
         self._write(Event(step=step, summary=summary.text(tag, text)))

@@ -14,7 +14,6 @@ StepDone = Callable[[int], None]  # a function to call after each step, with the
 
 @contextmanager
 def run_profilers(job: Job, profiling: Profiling, rank: int) -> Iterator[StepDone]:
-    """Run the enabled profilers; yield a function to call after each step, with its number."""
     folder, freq, enabled = Path(job.dump_folder), profiling.profile_freq, []
     if profiling.enable_profiling:
         enabled.append(traces(folder / profiling.save_traces_folder, freq, rank))

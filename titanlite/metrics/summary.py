@@ -67,7 +67,6 @@ def family_summary(model: Model) -> str:
 
 
 def describe_mesh(config: Config) -> str:
-    """Return the degrees of all parallelisms, outermost axis of the mesh first."""
     parallelism = config.parallelism
     ring, ulysses = parallelism.ring_degree, parallelism.context_parallel_ulysses_degree
     inner = f" (ring {ring} x ulysses {ulysses})" if ulysses > 1 else ""
@@ -88,10 +87,7 @@ def bytes_per_state(dtype: str) -> float:
 
 def describe_precision(config: Config) -> str:
     """Return the dtypes of a run, and the bytes of weight, gradient and optimizer states per parameter, over all ranks.
-
-    Adam and AdamW have two states per parameter. Muon counts as one, since matrices have one, though its embeddings and
-    norms have two. Unquantized states of a run with quantized states are ignored, too.
-    """
+    With Muon, this counts one state, as matrices have, though embeddings and norms have two."""
     training, state_dtype = config.training, config.optimizer.state_dtype.replace("auto", config.training.dtype)
     n_states = 1 if config.optimizer.name == "Muon" else 2
     size = 2 * getattr(torch, training.dtype).itemsize + n_states * bytes_per_state(state_dtype)
@@ -123,7 +119,6 @@ def optimization_summary(config: Config) -> list[str]:
 
 
 def pipeline_summary(config: Config) -> list[str]:
-    """Return a line with the pipeline schedule and the modules of each stage; [] without a pipeline."""
     parallelism = config.parallelism
     if parallelism.pipeline_parallel_degree == 1:
         return []

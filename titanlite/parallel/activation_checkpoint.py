@@ -1,8 +1,6 @@
 """Activation checkpointing (AC): save few activations in a block's forward, and recompute the others in its backward
-(arXiv:1604.06174; torch.utils.checkpoint). Losses and gradients stay the same, bit for bit.
-
-A block's `forward` is replaced, not the block, so that parameters keep their names and FSDP's hooks run only once.
-"""
+(arXiv:1604.06174; torch.utils.checkpoint). Losses and gradients stay the same, bit for bit. A block's `forward` is
+replaced, not the block, so that parameters keep their names and FSDP's hooks run only once."""
 
 import functools
 from collections.abc import Callable
@@ -22,10 +20,9 @@ PRODUCTS += [getattr(torch.ops.aten, name).default for name in ("_scaled_mm", "_
 
 
 def _saved_operators(option: str) -> list[Any]:
-    """Return the operators whose results selective AC saves: attention, and under "op" also products and collectives.
-
-    These operators are slow: per element of its result, a matrix product computes D products and attention T. Other
-    operators (norms, SwiGLU's product, casts) read memory once. All-gathers are recomputed: their results are large."""
+    """Return the operators whose results selective AC saves: attention, and under "op" also matrix products, which take
+    D operations per element, and collectives, except all-gathers, whose results are large. Recomputed operators (norms,
+    SwiGLU's product, casts) read memory once."""
     names = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention", "attention_math")
     saved = [getattr(torch.ops.aten, f"_scaled_dot_product_{name}") for name in names]
     if hasattr(torch.ops.titanlite, "tiled_attention"):  # the operator exists if its file was imported

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlite.config.schema import Parallelism
 
 AXES = ("pp", "dp_replicate", "fsdp", "tp")
-"""Axes of the mesh, outermost first. Axes that communicate most come last, since neighbouring ranks have the fastest
-interconnect. Weights are sharded over fsdp = dp_shard x ring x ulysses: dp_shard ranks have different sequences, and
-context-parallel ranks (ring x ulysses) different tokens of the same sequences."""
+"""Axes of the mesh. Axes that communicate most come last, since neighbouring ranks have the fastest interconnect.
+Weights are sharded over fsdp = dp_shard x ring x ulysses: ranks with different sequences (dp_shard), and ranks with
+different tokens of the same sequences (context parallel = ring x ulysses)."""
 EXPERT_AXES = ("pp", "dp_replicate", "efsdp", "ep")
 """Axes of the mesh over which experts are sharded: efsdp x ep groups the ranks of fsdp x tp differently."""
 
@@ -75,5 +75,4 @@ def _layout(device_type: str, degrees: tuple[int, int, int, int, int, int], ep: 
 
 
 def forget_layouts() -> None:
-    """Clear the cache of layouts, after their process groups were destroyed."""
     _layout.cache_clear()

@@ -89,7 +89,6 @@ class PipelineRunner:
         return loss / self._valid
 
     def prepare(self, batch: Batch) -> None:
-        """Compile all stages before the first step."""
         if self.compiles:
             self.warm_up(batch.to(self.device))
             self.compiles = False

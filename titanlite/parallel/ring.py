@@ -89,8 +89,8 @@ def _keys_of_steps(
 
 
 def _send_ahead(ring: dist.ProcessGroup, hop: int, *buffers: Tensor) -> Callable[[], list[Tensor]]:
-    """Start to send buffers to the ring rank `hop` ahead, and to receive from the ring rank `hop` behind. Return a
-    function that waits for both, and returns the received buffers."""
+    """Start to send buffers to the ring rank `hop` ahead, and to receive from the ring rank `hop` behind. The returned
+    function waits for the received buffers."""
     rank, size = ring.rank(), ring.size()
     received = [torch.empty_like(buffer) for buffer in buffers]
     sends = [dist.P2POp(dist.isend, x, group=ring, group_peer=(rank + hop) % size) for x in buffers]
@@ -106,8 +106,7 @@ def _send_ahead(ring: dist.ProcessGroup, hop: int, *buffers: Tensor) -> Callable
 
 
 def _heads_first(index: tuple[slice, slice], flipped: bool, *tensors: Tensor) -> list[Tensor]:
-    """Slice a tile from [B, S, heads, ...] tensors, and return [B, heads, S, ...] tensors, as attention backends need.
-    If the tile is `flipped`, reverse the order of tokens."""
+    """Slice a tile from [B, S, heads, ...] tensors. Return [B, heads, S, ...], in reverse order of S if `flipped`."""
     return [(x[index].flip(1) if flipped else x[index]).transpose(1, 2) for x in tensors]
 
 

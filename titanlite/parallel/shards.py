@@ -16,7 +16,6 @@ class Slice(NamedTuple):
 
     @property
     def indices(self) -> tuple[slice, ...]:
-        """Return the indices that select this slice from the full tensor."""
         return tuple(slice(start, start + n) for start, n in zip(self.offset, self.size, strict=True))
 
     def overlap(self, other: "Slice") -> "Slice | None":
@@ -32,10 +31,8 @@ class Slice(NamedTuple):
 
 
 def shard_slice(tensor: Tensor) -> Slice:
-    """Return which slice of the full tensor this rank has. Of a plain tensor, a rank has all elements.
-
-    Private: compute_local_shape_and_global_offset (tried on torch 2.11, 2.13 and 2.15).
-    """
+    """Return which slice of the full tensor this rank has. Of a plain tensor, a rank has all elements. Private:
+    compute_local_shape_and_global_offset (tried on torch 2.11, 2.13 and 2.15)."""
     if not isinstance(tensor, DTensor):
         return Slice((0,) * tensor.dim(), tuple(tensor.shape))
     size, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -52,5 +49,4 @@ def n_replicas(tensor: Tensor) -> int:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor; return a plain tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -25,10 +25,9 @@ from titanlite.parallel.ulysses import heads_to_sequence, sequence_to_heads
 class TiledAttention(nn.Module):
     """Computes model.ScaledDotProductAttention over sequences that tiles.local_positions splits over ranks.
 
-    `ring_group`: ranks that send keys and values around a ring; `ulysses_group`: ranks that exchange sequence for
-    heads; None: only this rank. `backend`: a name in attention.ATTENTION_BACKENDS. With a `window` above 0, position t
-    of a sequence attends only to positions t - window + 1 to t of the same document. `sinks`: the score, for each head,
-    of one more key with value 0 (techniques/attention_sinks.py).
+    `ring_group` and `ulysses_group`: the groups of parallel.mesh.Layout. `backend`: a name in ATTENTION_BACKENDS. With
+    `window` > 0, position t of a sequence attends only to positions t - window + 1 to t of the same document. `sinks`:
+    for each head, the score of one more key with value 0 (techniques/attention_sinks.py).
     """
 
     def __init__(

@@ -87,11 +87,8 @@ def chunks_of(document_positions_BS: Tensor | None, size: int) -> list[list[Chun
 
 
 def ring_steps(tokens: int, size: int, window: int) -> list[int]:
-    """Return the ring steps in which a query of any rank sees a key, the same list on every rank.
-
-    In step s, zig-zag order gives some ranks the keys of the chunk s before their own, and other ranks the keys of the
-    chunk size - s before their own; all other pairs of chunks are farther apart.
-    """
+    """Return the ring steps in which a query of any rank sees a key, the same list on every rank. In step s, keys are
+    at least s chunks before the queries on some ranks, and size - s chunks before them on other ranks (zig-zag)."""
     length, window = tokens // len(chunk_numbers(0, size)), window or tokens * size
     return [step for step in range(size) if step == 0 or (min(step, size - step) - 1) * length + 1 < window]
 
@@ -124,8 +121,7 @@ _Part = tuple[range, range, bool, bool]  # queries, keys (both relative to the q
 
 
 def _band(position: int, bounds: list[int], distance: int, length: int, window: int) -> Iterator[_Part]:
-    """Yield the parts that cover what a chunk's queries see of the keys in the chunk `distance` tokens before.
-    `position`, `bounds`: see Chunk."""
+    """Yield parts that cover what a Chunk's queries see of the keys in the chunk `distance` tokens before."""
     if distance == 0:
         for begin, end in pairwise(bounds):
             yield from _triangle(begin, end, window)
@@ -137,8 +133,8 @@ def _band(position: int, bounds: list[int], distance: int, length: int, window: 
 
 
 def _triangle(begin: int, end: int, window: int) -> Iterator[_Part]:
-    """Yield the parts for a causal triangle of tokens `begin` to `end`: blocks of `window` tokens, of which each query
-    sees the keys of its own block up to itself, and some keys of the block before."""
+    """Yield parts that cover a causal triangle of tokens `begin` to `end`, in blocks of `window` tokens: each query
+    sees keys of its own block and of the block before."""
     for start in range(begin, end, window):
         block = range(start, min(start + window, end))
         yield block, block, True, False
