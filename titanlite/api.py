@@ -41,7 +41,7 @@ def load(argv: list[str]) -> Config:
 
 
 def run(argv: list[str], own: Own | str = "") -> RunResult:
-    """Train in this process as `titanlite train` does. Under torchrun, every rank must call `run`; without it, this
+    """Train in this process as `titanlite train` does. Under torchrun, every rank must call `run`; otherwise this
     process is the only rank. No signal handler is installed. `argv`: as for `load`; `own`: an Own, or "FILE.py:NAME".
     Raises ConfigError if the config, data, checkpoint or `own` is wrong, or the config needs more ranks, TrainingError
     if too many losses are not finite, a checkpoint cannot be written, or another run takes job.dump_folder over."""

@@ -59,7 +59,7 @@ class _VocabularyParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None, None]:
-        """Return softmax - one-hot for this rank's shard of the vocabulary. This needs no communication."""
+        """Return softmax - one-hot for this rank's shard of the vocabulary, which needs no communication."""
         logits_NV, log_sum_N, own_N, here_N, valid_N = ctx.saved_tensors
         grad_NV = (logits_NV.to(log_sum_N.dtype) - log_sum_N[:, None]).exp_()
         grad_NV.scatter_add_(1, own_N[:, None], -here_N.to(grad_NV.dtype)[:, None])

@@ -206,13 +206,13 @@ class Llama(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """If embeddings are tied, have the output head use the embedding's weight, also after code has replaced it."""
+        """Set the embedding's weight as the output head's, if embeddings are tied. Repeat it after a replacement."""
         if self.tied:
             self.output.weight = self.tok_embeddings.weight
 
     def materialize(self, device: torch.device, *, weights_on_cpu: bool = False) -> None:
-        """Give a model on the meta device memory. Then restore what `to_empty` loses: the tied weight and the rotary
-        tables, which no checkpoint contains. `weights_on_cpu`: weights stay in host memory, for CPU offload."""
+        """Give a model on the meta device memory; tie weights again, and compute the rotary tables, which no checkpoint
+        contains. `weights_on_cpu`: weights are in host memory, for CPU offload."""
         self.to_empty(device="cpu" if weights_on_cpu else device)
         self.tie()
         dtype = next(self.parameters()).dtype

@@ -46,7 +46,7 @@ def lr_factor(step: int, lr_scheduler: LRScheduler) -> float:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, step: int, section: Optimizer, lr_scheduler: LRScheduler) -> float:
-    """Set the learning rate of a step, counted from 1, in all parameter groups. Return this learning rate."""
+    """Set the learning rate of a step, counted from 1, in all parameter groups, and return the rate."""
     lr = section.lr * lr_factor(step, lr_scheduler)
     for group in optimizer.param_groups:
         # If the learning rate is a tensor, compiled code has it as an argument: change its value, not the tensor.
@@ -91,9 +91,9 @@ def scales_gradients(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def clipped_step(optimizer: torch.optim.Optimizer, factor: Tensor, finite: Tensor) -> None:
-    """Take an optimizer step on gradients multiplied by `factor` if `finite`. Both are scalars on the device, the same
-    on all ranks. A fused or low-bit optimizer reads both on the device, in its own pass over the gradients. With other
-    optimizers, and in float64, the host waits for `finite`, and another pass multiplies the gradients."""
+    """Take an optimizer step on gradients multiplied by `factor` if `finite`: two scalars on the device, the same on
+    all ranks. A fused or low-bit optimizer reads the scalars on the device, in its own pass over the gradients. With
+    other optimizers, and in float64, the host waits for `finite`, and another pass multiplies the gradients."""
     if scales_gradients(optimizer):
         device = optimizer.param_groups[0]["params"][0].device
         optimizer.grad_scale = (1 / factor).to(device, torch.float32)

@@ -1,4 +1,4 @@
-"""The program that each rank of `titanlite train` runs, and train.py of a clone, too."""
+"""The program that each rank of `titanlite train` runs. train.py in a clone runs it under torchrun."""
 
 import sys
 

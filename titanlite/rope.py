@@ -14,7 +14,7 @@ def rope_frequencies(model: Model, length: int) -> Tensor:
 
     A rope_scaling_factor > 1 stretches wavelengths. "linear" stretches all. "llama3" stretches wavelengths above
     rope_original_seq_len / rope_low_freq_factor, keeps wavelengths below rope_original_seq_len / rope_high_freq_factor,
-    and blends between (Llama 3.1 model card and reference code). "yarn" (arXiv:2309.00071) does the same with the
+    and blends between (Llama 3.1 model card and reference code). "yarn" (arXiv:2309.00071) is "llama3" with the
     factors rope_beta_slow and rope_beta_fast, but blends by a pair's index, not its wavelength. "longrope"
     (arXiv:2402.13753) has a factor for each pair: another for sequences (`length`) above rope_original_seq_len.
     """

@@ -23,7 +23,7 @@ class Confirming(Protocol):
         """Record that the loss of a step was finite, which makes checkpoints of earlier steps good."""
 
     def after_divergence(self) -> str:
-        """Set aside the checkpoints whose weights gave no finite step. Return words for the error message."""
+        """Set aside the checkpoints whose weights gave no finite loss. Return words for the error message."""
 
 
 class Owner(Protocol):
@@ -63,7 +63,7 @@ class StepGuard:
 
     def __init__(self, n_allowed: int, loss_scale: LossScale | None = None, outliers: OutlierSteps | None = None):
         self.n_allowed, self.n_nonfinite = n_allowed, 0
-        """The number of steps without a finite loss and gradient norm: the most allowed, and those so far."""
+        """The numbers of steps without a finite loss and gradient norm that are allowed, and that have occurred."""
         self.last_loss = 0.0
         self._loss_scale, self._outliers = loss_scale, outliers
 

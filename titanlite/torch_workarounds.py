@@ -18,9 +18,9 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 @functools.cache
 def backend_without_random_states(name: str) -> Callable[..., Any]:
-    """Return the torch.compile backend `name`, with all operators treated as deterministic. Otherwise torch treats
-    attention as random, even without dropout: on a CPU, 2.12 and 2.13 then save a random state after a DTensor's mesh,
-    where they expect no tensor, and recomputed blocks fail under TP. Remove when 2.14 is required. Private:
+    """Return the torch.compile backend `name`, changed to take all operators as deterministic. Torch takes attention as
+    random even without dropout: on a CPU, recomputed blocks fail under TP, since 2.12 and 2.13 save a random state
+    behind a DTensor's mesh, where they expect no tensor. Remove when 2.14 is required. Private:
     partitioners.has_recomputable_rng_ops (tried on 2.11 to 2.15), torch._dynamo.lookup_backend (tried on 2.13)."""
     from torch._functorch import partitioners  # imported here, since most runs compile nothing
 
@@ -52,7 +52,7 @@ class NothingToReduce:
 
     fully_shard allocates the input on the compute stream and the output on the reduce-scatter stream, and frees the
     input before the reduce-scatter stream has read it (2.11 and 2.13). `record_stream` keeps the compute stream from
-    overwriting these gradients too early. Remove when fully_shard copies nothing on one rank.
+    overwriting the gradients too early. Remove when fully_shard copies nothing on one rank.
     """
 
     buffer: Tensor | None = None
@@ -80,8 +80,9 @@ def gather_with(block: nn.Module, module: nn.Module) -> None:
 
 def look_up(module: nn.Module, mesh: DeviceMesh, tokens_N: Tensor) -> Tensor:
     """Return the embeddings of this rank's shard of the sequence. Each rank looks up the tokens in its shard of the
-    vocabulary, and a reduce-scatter over the sequence sums the results. RowwiseParallel does the same, but its backward
-    allocates the gradient of the full vocabulary on each rank (2.11 to 2.15). Remove when RowwiseParallel does not."""
+    vocabulary, and a reduce-scatter over the sequence sums the results. RowwiseParallel gives equal results, but its
+    backward allocates the gradient of the full vocabulary on each rank (2.11 to 2.15). Remove when RowwiseParallel does
+    not."""
     weight_VD = module.weight.to_local()
     local_N = tokens_N - mesh.get_local_rank() * len(weight_VD)  # row of each token in this rank's shard
     is_local_N = (local_N >= 0) & (local_N < len(weight_VD))
@@ -103,8 +104,8 @@ def open_communicator(group: dist.ProcessGroup, zero: Tensor) -> None:
 
 
 def round_casts_as_eager(enabled: bool) -> None:
-    """Have inductor round values as eager code does when the backward casts them again. Without this rounding, float8
-    products with a scale per row can be NaN. Remove when issue 150859 of pytorch is closed."""
+    """Have inductor round values as eager code does when the backward casts them again: otherwise, float8 products with
+    a scale per row can be NaN. Remove when issue 150859 of pytorch is closed."""
     from torch._inductor import config  # imported here, since most runs compile nothing
 
     config.emulate_precision_casts = enabled

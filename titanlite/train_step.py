@@ -60,7 +60,7 @@ class Totals(NamedTuple):
         return self.numbers[1]
 
     def read(self) -> list[float]:
-        """Return the numbers. In a step without logging, the host waits for the device only in this call."""
+        """Return `numbers` to the host. In a step without logging, the host waits for the device only here."""
         return self.numbers.tolist()
 
 
@@ -208,8 +208,8 @@ class TrainStep:
         return (loss_sum if self.contributes_loss else torch.zeros_like(loss_sum)), valid
 
     def update(self, optimizer: torch.optim.Optimizer, norm: Tensor, taken: Tensor) -> None:
-        """Clip the gradients, whose global norm is `norm`, and update the weights if `taken`. Both arguments are
-        scalars on the device. Every rank must call it."""
+        """Clip the gradients, whose global norm is `norm`, and update the weights if `taken`. `norm` and `taken`
+        are scalars on the device. Every rank must call it."""
         clipped_step(optimizer, clip_factor(norm, self.max_norm), taken)
         if self.balance:
             self.balance.update(taken)

@@ -81,7 +81,7 @@ class CheckpointFolder:
         return self._path
 
     def recover(self) -> None:
-        """Delete unfinished checkpoints of a killed run, and complete its renames. Raises ConfigError for a file step-N."""
+        """Delete a killed run's unfinished checkpoints, and finish renames. Raises ConfigError if step-N is a file."""
         for path in self.path.glob("step-*"):
             if (state_of(path) or path.name.endswith(TEMPORARY)) and not path.is_dir():
                 raise ConfigError([f"{path}: expected the folder of a checkpoint; move or remove this"])

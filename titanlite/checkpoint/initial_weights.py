@@ -1,4 +1,4 @@
-"""Check the weights that a run starts from, before any rank starts. A run with a checkpoint to resume needs none."""
+"""Check, before any rank starts, the weights from which a run starts if it has no checkpoint to resume."""
 
 from collections.abc import Collection
 from pathlib import Path

@@ -85,7 +85,7 @@ class NoCheckpoints:
     def end(self, step: int, state: RunState, last_loss: Callable[[], float]) -> None:
         """Save the last step if it has not been saved, and wait for the save. Test an unconfirmed checkpoint by
         `last_loss()`, the loss of one more batch with its weights. Every rank must call it. Raises TrainingError if a
-        checkpoint could not be written, or this loss is not finite."""
+        checkpoint could not be written, or the loss is not finite."""
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of checkpoints since the last call, by tag."""

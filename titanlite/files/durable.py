@@ -63,8 +63,8 @@ LASTING = [getattr(errno, name) for name in _NAMES.split()]
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether another start may succeed, since the error is of the disk or the network. It may not for a
-    missing, forbidden or damaged file; libraries' errors about damaged files have no errno."""
+    """Return whether an error is of the disk or the network, so that another start may succeed. An OSError without
+    errno is a library's error about a damaged file."""
     failed = isinstance(error, OSError) and error.errno is not None
     return (failed and error.errno not in LASTING) or isinstance(error, (ConnectionError, TimeoutError))
 
@@ -101,7 +101,7 @@ def replace_file(path: Path, data: bytes, *, by_one: bool = True) -> None:
     old content, if the new content cannot be written.
 
     `by_one`: only one process replaces the file at a time; a temporary file left by a killed process is overwritten.
-    Otherwise several processes may replace the file at once, and only this user may write the new file.
+    Not `by_one`: several processes may replace the file at once, and only this user may write the new file.
     """
     replacement = path.with_name(f"{path.name}.tmp" if by_one else f"{path.name}.{secrets.token_hex(8)}.tmp")
     try:

@@ -20,8 +20,8 @@ from titanlite.files.appended_file import AppendedFile
 
 
 class EventFile:
-    """Writes the events of one run from `first_step` on into a new file of a folder. TensorBoard then hides the events
-    of earlier runs in this folder from `first_step` on."""
+    """Writes the events of one run from `first_step` on into a new file of a folder. From the same step on, TensorBoard
+    hides events of earlier runs in the folder."""
 
     def __init__(self, folder: Path, first_step: int):
         name = f"events.out.tfevents.{time.time_ns() // 10**9:010}.{platform.node()}.{os.getpid()}"
@@ -30,7 +30,7 @@ class EventFile:
         self.begin(first_step)
 
     def begin(self, first_step: int) -> None:
-        """Begin at a step: TensorBoard then hides all events from this step on that were written before."""
+        """Have TensorBoard hide all earlier events from `first_step` on."""
         self._write(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
 
     def _write(self, event: Event) -> None:

@@ -28,7 +28,7 @@ VALIDATION_LOSS = "validation_metrics/global_avg_loss"
 
 class PeakFlops:
     """Finds the peak FLOP/s of one GPU, to which model FLOPs utilization (MFU) is relative. For bfloat16 on a GPU of
-    devices.toml, the peak is from the data sheet; otherwise it is that of the fastest of ten matrix products. A CPU has
+    devices.toml, the peak is from the data sheet; otherwise, the fastest of ten matrix products is measured. A CPU has
     no peak (0), since other work shares its cores. `source` tells in words where `flops` is from."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
@@ -148,8 +148,8 @@ class MetricsLogger(Logger):
     """Writes rank 0's console lines, metrics.jsonl, TensorBoard and config.toml, whose text is `config`.
 
     A new run moves the files of an earlier run to previous/DATE. A resumed run removes the values of steps after its
-    checkpoint's. Both raise ConfigError if files cannot be changed. Later, if a file cannot be written, as on a full
-    disk, one line is printed to stderr. `steps`: the run's last step.
+    checkpoint's. `begin` raises ConfigError if files cannot be changed. Later, if a file cannot be written, as on a
+    full disk, one line is printed to stderr. `steps`: the run's last step.
     """
 
     def __init__(self, dump_folder: Path, metrics: Metrics, *, steps: int, config: str):

@@ -19,8 +19,8 @@ OUT_OF_MEMORY = re.compile("out of memory|[Cc]an(no|')t allocate memory|start ne
 
 
 def explain_out_of_memory(error: Exception) -> Exception:
-    """If `error` is a failed allocation, return an error that tells what uses the memory, and write the traceback to
-    the rank's log file only. Otherwise return `error`."""
+    """Return an error that tells what uses the memory if `error` is a failed allocation, whose traceback then goes to
+    the rank's log file only. Return any other `error` unchanged."""
     is_of_system = isinstance(error, RuntimeError | OSError) and OUT_OF_MEMORY.search(f"{error}")
     if not isinstance(error, MemoryError) and not is_of_system:
         return error

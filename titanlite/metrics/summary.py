@@ -52,7 +52,7 @@ def account(positions: int, masked: int, padding: int, cut: int) -> str:
 
 
 def family_summary(model: Model) -> str:
-    """Return the options in which a model differs from a plain Llama, with a comma behind each; "" if it is plain."""
+    """Return the options in which a model differs from a plain Llama, with a comma behind each; "" for a Llama."""
     words = [f"head_dim {model.head_dim}"] if model.n_heads * model.head_dim != model.dim else []
     words += [f"{key} {rank}" for key, rank in model.mla if key.endswith("lora_rank") and rank]
     words += [f"attention_bias {model.attention_bias}"] if model.attention_bias != "none" else []
@@ -87,7 +87,7 @@ def bytes_per_state(dtype: str) -> float:
 
 def describe_precision(config: Config) -> str:
     """Return the dtypes of a run, and the bytes of weight, gradient and optimizer states per parameter, over all ranks.
-    With Muon, this counts one state, as matrices have, though embeddings and norms have two."""
+    With Muon, every parameter counts one state, as matrices have, though embeddings and norms have two."""
     training, state_dtype = config.training, config.optimizer.state_dtype.replace("auto", config.training.dtype)
     n_states = 1 if config.optimizer.name == "Muon" else 2
     size = 2 * getattr(torch, training.dtype).itemsize + n_states * bytes_per_state(state_dtype)

@@ -3,7 +3,7 @@ Given the output and log-sum-exp over all keys, a backward over some keys return
 
 Torch's attention operators are private: only this file calls them, with the schemas of torch 2.11 and 2.13, which
 agree. The three backends for CUDA ran on meta tensors, "flash" on a null CUDA (verification/null_cuda), none on a GPU
-yet. Without dropout, a backward reads no random state: empty tensors take the place of this argument.
+yet. Without dropout, a backward reads no random state: empty tensors take the place of the random state.
 
 Shapes: B batch, T queries, S keys, H query heads, G KV heads, K head_dim.
 """
@@ -155,9 +155,9 @@ PACKED_ATTENTION: dict[str, PackedAttention] = {"flash": PackedAttention(_flash_
 """Backends with packed attention, by name. Other backends are called for each document and each block of a window."""
 ATTENTION_BACKENDS: dict[str, AttentionBackend] = {
     "cpu": AttentionBackend(_cpu_forward, _cpu_backward),
-    "flash": AttentionBackend(_flash_forward, _flash_backward),  # float16 and bfloat16, K a multiple of 8
-    "cudnn": AttentionBackend(_cudnn_forward, _cudnn_backward),  # float16 and bfloat16
+    "flash": AttentionBackend(_flash_forward, _flash_backward),  # float16 and bfloat16 only, K a multiple of 8
+    "cudnn": AttentionBackend(_cudnn_forward, _cudnn_backward),  # float16 and bfloat16 only
     "efficient": AttentionBackend(_efficient_forward, _efficient_backward),
     "math": AttentionBackend(_math_forward, _math_backward),  # any device and dtype; memory grows with T x S
 }
-"""Attention backends by name. "cpu" runs only on a CPU, "math" on a CPU and on CUDA, the others only on CUDA."""
+"""Attention backends by name. "cpu" runs on a CPU, "math" on a CPU and on CUDA, all other backends on CUDA."""

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 def logits_at(x_ND: Tensor, weight_VD: Tensor, tokens_B: Tensor) -> Tensor:
     """Return the logits of the tokens with indices `tokens_B`, [B, V] on every rank. Set as the output head's loss,
-    with these indices as targets, `logits_at` avoids computing the logits of all other tokens."""
+    `logits_at` gets the indices as targets, and no logits of other tokens are computed."""
     if not isinstance(weight_VD, DTensor):
         return F.linear(x_ND[tokens_B], weight_VD)
     logits = F.linear(x_ND.to_local()[tokens_B], weight_VD.to_local())

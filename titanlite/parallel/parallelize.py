@@ -23,14 +23,14 @@ def parallelize(
     """Parallelize a model, or one pipeline stage of it, on the meta device over the mesh, in place.
 
     1. Tensor parallel replaces weights by DTensors on the axis tp: later steps see only this rank's heads and channels.
-       Experts are sharded in this step, too, over the axis tp or ep.
+       Step 1 also shards experts, over the axis tp or ep.
     2. Context parallel replaces the inner attention, which gets this rank's heads from step 1.
     3. Activation checkpointing wraps the forward of a block, steps 1 and 2 included.
     4. Compile takes a checkpointed block, so that the compiler sees what is recomputed. FSDP comes later, since its
        hooks cannot be traced.
     5. FSDP comes last, because fully_shard takes the parameters that the other steps have replaced.
 
-    Before these steps, the model is split into pipeline stages, and float8 replaces linear layers. The sections are of
+    Before step 1, the model is split into pipeline stages, and float8 replaces linear layers. The sections are of
     a resolved config, where attention_backend is "auto" only if torch's attention suffices: without context parallel,
     document mask, sliding window shorter than the sequence, and sinks.
     """

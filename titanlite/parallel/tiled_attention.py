@@ -158,7 +158,7 @@ def _backward(ctx: Any, grad_out: Tensor, *_: None) -> tuple[Tensor | None, ...]
 _attention.register_autograd(_backward, setup_context=_setup_context)
 
 
-# Between the all-to-alls: without a ring, one call for all documents or window blocks, if the backend can -------------
+# Attention between Ulysses all-to-alls: without a ring, one packed call if the backend has one; else ring.py ----------
 def _is_packed(document_positions: Tensor | None, ring: str, backend: str, window: int) -> bool:
     return not ring and backend in PACKED_ATTENTION and (document_positions is not None or window > 0)
 

@@ -96,8 +96,8 @@ def ring_steps(tokens: int, size: int, window: int) -> list[int]:
 def tiles_of_step(
     documents: list[list[Chunk]] | None, tokens: int, rank: int, source: int, size: int, window: int = 0
 ) -> Iterator[Tile]:
-    """Yield tiles that cover all pairs of a query of ring rank `rank` and a visible key of ring rank `source`. Each
-    rank has `tokens` (S). If both ranks are the same, a query's tile on the diagonal comes before its other tiles."""
+    """Yield tiles that cover all pairs of a query of ring rank `rank` and a visible key of ring rank `source`.
+    `tokens`: the number of tokens of a ring rank. If rank = source, a query's tile on the diagonal comes first."""
     own, others = chunk_numbers(rank, size), chunk_numbers(source, size)
     length, window = tokens // len(own), window or tokens * size
     if documents is None and window >= (own[-1] + 1 - others[0]) * length:  # neither documents nor the window hide keys
