@@ -17,8 +17,8 @@ from titanlite.parallel.shards import local_shard
 
 
 def hash_of_base(place: str) -> str:
-    """Return a hash of the weights in a folder. The hash of a checkpoint is that of its manifest, which has checksums
-    of all files. In a Hugging Face folder, large files are hashed by samples. Raises ConfigError without a folder."""
+    """Return a hash of the weights in a folder: a checkpoint's hash is that of its manifest; of a Hugging Face folder,
+    large files are hashed by samples. Raises ConfigError if there is no such folder."""
     if place == SEEDED:
         return SEEDED
     path = Path(place)

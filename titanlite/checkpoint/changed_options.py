@@ -14,9 +14,9 @@ OF_DATA += ("training.long", "training.streaming", "validation.dataset", "valida
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> str:
-    """Return a line with the options that differ between a checkpoint (`old`) and this run (`new`). If the
-    learning-rate schedule differs, the line also has the learning rate of `step` under `old` and of the next step under
-    `new`. Raises ConfigError if the checkpoint's options are not valid."""
+    """Return a line with the options that differ between a checkpoint (`old`) and this run (`new`) and, if the schedule
+    differs, the learning rates of `step` under `old` and of the next step under `new`. Raises ConfigError if the
+    checkpoint's options are not valid."""
     line = f"changed since the checkpoint: {listed(old, new)}"
     if any(key == "optimizer.lr" or key.startswith("lr_scheduler.") for key in differences(old, new)):
         before, last = learning_rate(old, step), new["lr_scheduler.total_steps"]

@@ -119,10 +119,10 @@ class Checkpointer(NoCheckpoints):
         return saved
 
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-        """Load the newest checkpoint into a model and its optimizer, and into the random generators if the number of
-        ranks is the same as at the save. Return the `state` that `save` got, with `step`; None without a checkpoint.
-        Raises ConfigError if checkpoint.load_step is not the newest step, the identity differs, or the checkpoint (with
-        checkpoint.on_corrupt = "previous": every checkpoint) is damaged."""
+        """Load the newest checkpoint into model and optimizer, and random states if there are as many ranks as at the
+        save. Return the `state` that `save` got, with `step`; None without a checkpoint. Raises ConfigError if
+        load_step is not the newest step, the identity differs, or the checkpoint (on_corrupt = "previous": all) is
+        damaged."""
         names = self._from_rank0(self._names.to_resume)  # on a network disk, ranks may see different names
         steps = [state_of(Path(name))[0] for name in names]
         if self.checkpoint.load_step not in (-1, *steps[-1:]):
@@ -290,9 +290,8 @@ class Checkpointer(NoCheckpoints):
                 raise TrainingError(problem) from None
 
     def set_aside(self, suffix: str) -> str:
-        """Rename the checkpoints that a failure has made useless, and return their new names for the error message.
-        `suffix`: DIVERGED for checkpoints whose weights gave no finite loss, or SUSPECT for checkpoints saved after the
-        last comparison of replicas that found no difference. Every rank must call it."""
+        """Rename the checkpoints whose weights gave no finite loss (`suffix` DIVERGED), or those saved since replicas
+        last agreed (SUSPECT). Return words for the error message. Every rank must call it."""
         with contextlib.suppress(NotSavedError):
             self.finish()
         steps = [step for step in self.unconfirmed if suffix == SUSPECT or step >= self._finite_step]

@@ -132,8 +132,7 @@ class CheckpointFolder:
             self._delete_oldest("")
 
     def set_aside(self, path: Path, suffix: str) -> str:
-        """Rename a checkpoint so that later starts ignore it. Return the new name. The folder remains on the disk until
-        the user or `delete_set_aside` deletes it."""
+        """Rename a checkpoint so that later starts ignore it. Return the new name."""
         step, _ = state_of(path)
         names = (f"step-{step}{suffix}{number}" for number in itertools.chain([""], itertools.count(2)))
         target = next(path.with_name(name) for name in names if not path.with_name(name).exists())

@@ -73,9 +73,8 @@ def _load(reader: CheckpointReader, model: nn.Module, optimizer: torch.optim.Opt
 
 def load_weights(path: Path, model: nn.Module, options: Model) -> None:
     """Load the weights of a checkpoint or of a Hugging Face folder into a model, sharded or not. Every rank must call
-    it, or a process without ranks. `options`: the section [model] of the full model. From a checkpoint of LoRA
-    adapters, load the base weights and merge the adapters into them. Adapters of `model` itself stay as they are.
-    Raises ConfigError if the folder is incomplete, damaged or of another model."""
+    it. `options`: the section [model] of the full model. A checkpoint of LoRA adapters gives merged weights; the
+    adapters of `model` itself stay unchanged. Raises ConfigError for incomplete, damaged or another model's weights."""
     base = ""
     with collected_problems() as problems:
         if is_hf := is_hugging_face(path):

@@ -1,4 +1,4 @@
-"""Wait for all ranks while each reads or writes its own files, and collect the problems of all ranks on every rank."""
+"""Wait for all ranks while each reads or writes its own files, and collect their problems on every rank."""
 
 import contextlib
 import time

@@ -19,8 +19,7 @@ from titanlite.parallel.shards import Slice, shard_slice
 
 
 class _State(Record, extra="allow"):
-    """The content of state.json: the state of a run without its tensors. Objects such as the loader parse `data` and
-    any other keys when they load their own state."""
+    """The content of state.json, of which the loader parses `data`, and other objects parse extra keys."""
 
     step: int = Field(ge=1)
     identity: dict[str, int | float | bool | str | list[Any]]
@@ -76,8 +75,7 @@ class CheckpointReader:
                 raise ConfigError([f"{self.path}: {name} has shape {shapes}; it is of another model"])
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill this rank's shards of `tensors`, converted to their dtypes. Only files that contain needed elements are
-        opened, and all of them before the first shard is filled."""
+        """Fill this rank's shards of `tensors` in their own dtypes. Only files with needed elements are opened."""
         self.check(tensors)
         shards = {name: (plain_shard(tensor), shard_slice(tensor)) for name, tensor in tensors.items()}
         for name, (_, wanted) in shards.items():

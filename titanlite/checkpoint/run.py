@@ -18,7 +18,7 @@ from titanlite.train_step import OneGroup
 
 
 class RunState(NamedTuple):
-    """The state of a run that a checkpoint stores beside tensors, as plain JSON."""
+    """The objects of a run whose state a checkpoint stores beside tensors, as plain JSON."""
 
     loader: Loader
     guard: StepGuard

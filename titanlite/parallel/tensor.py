@@ -52,7 +52,8 @@ def project(module: nn.Module, mesh: DeviceMesh, x_ND: DTensor, targets_N: Tenso
 
 
 # A bias of a column-wise layer is sharded like the layer's outputs. Every rank has the full bias of a row-wise layer,
-# and torch adds this bias on one rank, before the sum over ranks. fmt: off
+# and torch adds this bias on one rank, before the sum over ranks.
+# fmt: off
 BLOCK_STYLES: dict[str, ParallelStyle] = {
     "attention_norm":   SequenceParallel(sequence_dim=0),
     # Inputs are (x, rope, documents): x is gathered; rope and documents are full tensors on every rank.
