@@ -1,7 +1,5 @@
-"""Build the objects of a run from its resolved config. Only this file knows which techniques a config asks for.
-
-train.py, the planner and the parity test all build their run here: the program that is planned and tested is trained.
-"""
+"""Build the objects of a run from its resolved config, for train.py, the planner and the parity test alike. Only this
+file knows which techniques a config asks for."""
 
 import functools
 import os

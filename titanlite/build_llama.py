@@ -1,6 +1,5 @@
 """Build the model that the [model] options ask for: choose latent attention, norms over all heads, attention sinks and
-experts. These functions are not in build.py, since modules that build.py imports need them to know a model's shapes.
-"""
+experts. These functions are not in build.py, since modules that build.py imports need them to know a model's shapes."""
 
 from collections.abc import Callable, Collection
 

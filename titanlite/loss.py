@@ -25,11 +25,9 @@ TokenLoss = Callable[[Tensor, Tensor, dist.ProcessGroup | None], Tensor]  # type
 
 
 def cross_entropy(logits_NV: Tensor, targets_N: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the loss of each token in nats, [N] in float32 or better, and 0 where the target is IGNORED.
-
-    The logits may have any float dtype. With a group, the vocabulary is split evenly over the group's ranks, in order,
-    and `logits_NV` is this rank's shard. Every rank of the group must call it, and gets all losses.
-    """
+    """Return the loss of each token in nats, [N] in float32 or better; 0 where the target is IGNORED. With a group, the
+    vocabulary is sharded evenly over the group's ranks, in order, and `logits_NV` is this rank's shard. Every rank of
+    the group must call it, and gets all losses."""
     if group is not None:
         return _VocabularyParallel.apply(logits_NV, targets_N, group)
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
@@ -92,10 +90,9 @@ def chunked_cross_entropy(
     """Return the sum of the token losses, a scalar. `x_ND` is the input of the output head, `weight_VD` its weight.
 
     With several chunks, the forward computes each chunk's gradients along with its loss, so that the logits of only one
-    chunk exist at any time and none is recomputed (as in Liger-Kernel, arXiv:2410.10989).
-
-    If `weight_VD` is a DTensor, sharded over the vocabulary, x_ND is a DTensor that is replicated over the same ranks.
-    `loss_parallel` leaves the logits sharded over the vocabulary. `record` gets the token losses, [N], and the targets.
+    chunk exist at any time and none is recomputed (as in Liger-Kernel, arXiv:2410.10989). If `weight_VD` is a DTensor,
+    sharded over the vocabulary, x_ND is a DTensor that is replicated over the same ranks. `loss_parallel` leaves the
+    logits sharded over the vocabulary. `record` gets the token losses, [N], and the targets.
     """
     mesh = None
     if isinstance(weight_VD, DTensor):

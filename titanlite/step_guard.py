@@ -1,8 +1,6 @@
-"""Whether an update may be taken: losses and gradients that are not finite, the loss scale of float16, and outliers.
-
-The device decides whether to take an update, alike on all ranks, so that the host can queue the optimizer step without
-waiting. The host reports a skipped update later, when it has read the loss and the gradient norm.
-"""
+"""Skip updates whose loss or gradients are not finite or are outliers, and adapt the loss scale of float16. The device
+decides whether to take an update, alike on all ranks, so that the host can queue the optimizer step without waiting.
+The host reports a skipped update later, when it has read the loss and the gradient norm."""
 
 import math
 from typing import Any, Protocol

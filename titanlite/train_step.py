@@ -1,7 +1,5 @@
-"""One optimizer step (gradients, sums over ranks, update), and the validation loss, without gradients.
-
-Training, the parity tests, the tests of replica groups and the planner all run the code of this file.
-"""
+"""One optimizer step (gradients, sums over ranks, update), and the validation loss, without gradients. Training, parity
+tests, tests of replica groups and the planner all run this file's code."""
 
 import dataclasses
 import math
@@ -187,11 +185,10 @@ class TrainStep:
     def forward_backward(self, batches: list[Batch], loss_scale: float = 1.0) -> tuple[Tensor, Tensor]:
         """Compute the gradient of the global loss, from one batch for each gradient accumulation step.
 
-        The global loss is the sum of all token losses divided by the number of valid tokens, over all ranks and
-        accumulation steps. Tokens are counted first: each accumulation step's loss is divided by the global count, and
-        gradients are only summed. `loss_scale`: a factor on the loss in the backward; gradients are divided by it.
-        Return float64 scalars on the device: the sum of this rank's token losses (nats; 0 without `contributes_loss`)
-        and the global number of valid tokens.
+        The global loss is the sum of all token losses divided by the number of valid tokens. Tokens of all ranks and
+        accumulation steps are counted first; each loss is divided by the global count, and gradients are only summed.
+        `loss_scale`: a factor on the loss in the backward; gradients are divided by it. Return float64 scalars on the
+        device: the sum of this rank's token losses in nats (0 without `contributes_loss`), and the count.
         """
         if self.balance:
             self.balance.begin_step(loss_scale)

@@ -61,12 +61,10 @@ class NotSavedError(TrainingError):
 
 
 class Checkpointer(NoCheckpoints):
-    """Saves and resumes the checkpoints of a run. Every rank must make the same calls.
-
-    checkpoint.folder is relative to `dump_folder`. An "async" save returns once the state is copied to host memory.
-    `identity`, plain JSON, contains the seed, the data and the model's dimensions; a resumed run must have the identity
-    of the run that saved, except for the keys in `may_differ`. `config` is saved with each step.
-    """
+    """Saves and resumes the checkpoints of a run. Every rank must make the same calls. checkpoint.folder is relative to
+    `dump_folder`. An "async" save returns once the state is copied to host memory. `identity`, plain JSON, contains the
+    seed, the data and the model's dimensions; a resumed run must have the identity of the run that saved, except for
+    the keys in `may_differ`. `config` is saved with each step."""
 
     def __init__(
         self,
@@ -121,8 +119,7 @@ class Checkpointer(NoCheckpoints):
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         """Load the newest checkpoint into model and optimizer, and random states if there are as many ranks as at the
         save. Return the `state` that `save` got, with `step`; None without a checkpoint. Raises ConfigError if
-        load_step is not the newest step, the identity differs, or the checkpoint (on_corrupt = "previous": all) is
-        damaged."""
+        load_step is not the newest step, the identity differs, or it (on_corrupt = "previous": all) is damaged."""
         names = self._from_rank0(self._names.to_resume)  # on a network disk, ranks may see different names
         steps = [state_of(Path(name))[0] for name in names]
         if self.checkpoint.load_step not in (-1, *steps[-1:]):

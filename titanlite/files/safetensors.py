@@ -1,9 +1,8 @@
-"""The safetensors files of checkpoints, token caches and Hugging Face folders, written tensor by tensor (the
-safetensors library needs all tensors in memory), and read block by block, with a checksum for each block.
+"""The safetensors files of checkpoints, token caches and Hugging Face folders, written tensor by tensor (the library
+would need all tensors in memory), and read block by block, with a checksum for each block, which other readers ignore.
 
 A file consists of the length of the header (8 bytes, little endian), the header (JSON: dtype, shape and place of each
-tensor, and text in `__metadata__`), and the bytes of the tensors (https://github.com/huggingface/safetensors). Other
-readers of safetensors can read these files, but do not verify the checksums.
+tensor, and text in `__metadata__`), and the tensors' bytes (https://github.com/huggingface/safetensors).
 """
 
 import itertools

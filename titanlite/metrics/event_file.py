@@ -1,8 +1,5 @@
-"""TensorBoard's event files, written by the thread that trains.
-
-torch's SummaryWriter is not used: at its first error, as on a full disk, its thread ends for good and may leave part of
-a record, at which TensorBoard stops to read.
-"""
+"""TensorBoard's event files, written by the thread that trains. The thread of torch's SummaryWriter would end at its
+first error, as on a full disk, and may leave part of a record, at which TensorBoard stops reading."""
 
 import io
 import os

@@ -46,12 +46,10 @@ def _every_second_mm() -> Any:
 
 
 def apply_activation_checkpoint(model: Llama, activation_checkpoint: ActivationCheckpoint) -> None:
-    """Apply AC to the blocks of a model or a pipeline stage, in place, before blocks are compiled.
-
-    Under full AC, every block saves its inputs only. Selective AC has four options. "op": every block saves the results
-    of slow operators. "every_second_mm": of the matrix products, it saves every second, as in torchtitan. "attention":
-    every block saves its inputs and the result of attention. N: every N-th layer saves its inputs only.
-    """
+    """Apply AC to the blocks of a model or a pipeline stage, in place, before blocks are compiled. Full AC: every block
+    saves its inputs only. Selective AC, "op": every block saves the results of slow operators. "every_second_mm": as
+    "op", but only every second matrix product, as in torchtitan. "attention": every block saves its inputs and the
+    result of attention. N: every N-th layer saves its inputs only."""
     mode, option = activation_checkpoint.mode, activation_checkpoint.selective_ac_option
     if mode == "none":
         return

@@ -1,6 +1,5 @@
 """Float8 training: the matrix products of linear layers take their inputs in 8-bit floating point (FP8 Formats for Deep
-Learning, arXiv:2209.05433), with dynamic scaling (torchao.float8). All other values keep their dtypes.
-"""
+Learning, arXiv:2209.05433), with dynamic scaling (torchao.float8). All other values keep their dtypes."""
 
 import dataclasses
 from collections.abc import Collection, Sequence

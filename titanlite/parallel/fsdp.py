@@ -1,7 +1,5 @@
-"""Data parallelism through fully_shard (FSDP2, arXiv:2304.11277): DDP, ZeRO-1 to ZeRO-3, HSDP (docs/parallelism.md).
-
-A run on one rank also calls fully_shard, which applies mixed precision.
-"""
+"""Data parallelism through fully_shard (FSDP2, arXiv:2304.11277): DDP, ZeRO-1 to ZeRO-3, HSDP (docs/parallelism.md). A
+run on one rank also calls fully_shard, which applies mixed precision."""
 
 import functools
 

@@ -23,12 +23,10 @@ from titanlite.parallel.ulysses import heads_to_sequence, sequence_to_heads
 
 
 class TiledAttention(nn.Module):
-    """Computes model.ScaledDotProductAttention over sequences that tiles.local_positions splits over ranks.
-
-    `ring_group` and `ulysses_group`: the groups of parallel.mesh.Layout. `backend`: a name in ATTENTION_BACKENDS. With
-    `window` > 0, position t of a sequence attends only to positions t - window + 1 to t of the same document. `sinks`:
-    for each head, the score of one more key with value 0 (techniques/attention_sinks.py).
-    """
+    """Computes model.ScaledDotProductAttention over sequences that tiles.local_positions splits over ranks. The groups
+    are those of mesh.Layout, `backend` is a name in ATTENTION_BACKENDS. With `window` > 0, position t of a sequence
+    attends only to positions t - window + 1 to t of the same document. `sinks`: for each head, the score of one more
+    key with value 0 (techniques/attention_sinks.py)."""
 
     def __init__(
         self, ring_group: Group, ulysses_group: Group, backend: str, window: int = 0, sinks: nn.Parameter | None = None
