@@ -41,7 +41,7 @@ class Data(NamedTuple):
     train: Sequences | Mixture
     """A Mixture if the config has training.datasets."""
     validation: SplitSequences | None
-    """None where validation is not enabled."""
+    """The validation sequences; None unless validation.enable."""
     identity: str
     """A string for the datasets and the tokenizer: two runs with the same string have the same sequences."""
 
@@ -307,7 +307,7 @@ def build_checkpoints(run: Run) -> NoCheckpoints:
     trained = Trained(run.model, run.optimizer, config.training.steps, run.signals)
     if not checkpoint.enable:
         return NoCheckpoints(checkpoint, trained)
-    from titanlite.checkpoint.checkpointer import Checkpointer  # imported here: a run without checkpoints needs none
+    from titanlite.checkpoint.checkpointer import Checkpointer  # imported here: only runs with checkpoints need it
 
     identity = {"seed": config.debug.seed, "data": run.data.identity, **config.identity()}
     identity |= {"mixture": run.data.train.identity} if config.training.datasets else {}

@@ -128,7 +128,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             grad_x, *own = torch.autograd.grad(loss, (x, weight_VD)[: 1 + weight_VD.requires_grad])
             losses.append(losses_of_chunk.detach())
             grads_x.append(grad_x)
-            # Sum in float32 or better: in bfloat16 each chunk would add a rounding error that one product does not.
+            # Sum in float32 or better: in bfloat16, each chunk after the first would add a rounding error.
             sums = [a.add_(b) for a, b in zip(sums, own, strict=True)] if sums else [each.to(wide) for each in own]
         ctx.save_for_backward(torch.cat(grads_x), *sums)
         losses_N = torch.cat(losses)
@@ -152,4 +152,4 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 def count_valid(targets: list[Tensor], device: torch.device) -> Tensor:
     """Return the number of valid targets in this rank's per-device batches, a float64 scalar (exact up to 2^53)."""
     count = sum(int((target != IGNORED).sum()) for target in targets)
-    return torch.full((), count, dtype=torch.float64, device=device)  # torch.full needs no copy from the host
+    return torch.full((), count, dtype=torch.float64, device=device)  # fills on the device: a copy would synchronize

@@ -16,7 +16,7 @@ def parameter_groups(parameters: Iterable[tuple[str, nn.Parameter]], optimizer: 
     """Return the trained parameters in groups for an optimizer: matrices with weight decay, and vectors without it.
     Experts have groups of their own, since the mesh of their DTensors may differ."""
     groups = {(of_experts, decays): [] for of_experts in (False, True) for decays in (True, False)}
-    for name, parameter in filter(lambda each: each[1].requires_grad, parameters):  # frozen weights are left out
+    for name, parameter in filter(lambda each: each[1].requires_grad, parameters):  # frozen weights have no states
         groups[".experts." in name, parameter.dim() > 1 and not name.endswith("bias")].append(parameter)
     return [
         {"params": members, "weight_decay": optimizer.weight_decay if decays else 0.0}

@@ -24,7 +24,7 @@ def hash_of_base(place: str) -> str:
     path = Path(place)
     if not is_hugging_face(path):
         return read_manifest(path).xxh3_64
-    from titanlite.hf.load import tensor_files  # imported here: hf/ imports this folder
+    from titanlite.hf.load import tensor_files  # imported here: hf/ imports checkpoint/
 
     return content_hash(sorted({*tensor_files(path).values()}), with_times=False)
 
@@ -77,7 +77,7 @@ def adapters_of(reader: CheckpointReader, lora: Lora, shapes: Mapping[str, torch
 def merge(reader: CheckpointReader, model: nn.Module) -> None:
     """Merge a checkpoint's LoRA adapters into this rank's shards of the base weights: W + alpha / rank B A, rounded
     once. The base is first cast to lora.base_dtype, as in training."""
-    from titanlite.hf.load import local_indices  # imported here: hf/ imports this folder
+    from titanlite.hf.load import local_indices  # imported here: hf/ imports checkpoint/
 
     lora, dtype, parameters = lora_of(reader), dtype_of(reader), dict(model.named_parameters())
     adapters = adapters_of(reader, lora, {name: parameter.shape for name, parameter in parameters.items()})

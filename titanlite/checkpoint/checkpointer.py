@@ -266,7 +266,7 @@ class Checkpointer(NoCheckpoints):
             step = self._saving[0] if self._saving else 0
             try:
                 self.finish()
-            except Exception as error:  # the error of the body is raised below; of this error, print one line
+            except Exception as error:  # print one line, since the body's error is raised below
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 print(f"checkpoint step-{step} was not finished: {reason}", file=sys.stderr, flush=True)
             raise

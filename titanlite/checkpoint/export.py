@@ -37,7 +37,7 @@ def run(
 ) -> None:
     """Export a checkpoint and print what was written. `verifies`: the caller will verify the exported folder. Raises
     ConfigError if the checkpoint cannot be exported."""
-    from titanlite.hf.export import export  # imported here: hf/ imports this folder
+    from titanlite.hf.export import export  # imported here: hf/ imports checkpoint/
     from titanlite.hf.load import HF_DTYPES
     from titanlite.hf.peft import export_adapters
 
@@ -115,7 +115,7 @@ def folder_of_source(choice: str | None, config: dict[str, Any]) -> Path | None:
     """Return the folder of the released model that a run started from; None if it started from initial weights.
     `choice` is the argument --source, None without it. Raises ConfigError if the folder has no config.json."""
     path = choice or value_of_run(config, "checkpoint", "initial_load_path")
-    if choice is None and isinstance(path, str) and state_of(Path(path)):  # another run's checkpoint
+    if choice is None and isinstance(path, str) and state_of(Path(path)):  # path is the checkpoint of another run
         from_hf = value_of_run(config, "model", "flavor") == "from_hf"
         path = value_of_run(config, "model", "hf_assets_path") if from_hf else SEEDED
     if not isinstance(path, str) or path in ("", SEEDED):

@@ -29,7 +29,7 @@ class AppendedFile:
 
     def __init__(self, path: Path):
         self.path, self._pending, self._failed, self._place = path, b"", False, os.path.realpath(path.parent)
-        self._size: int | None = None  # bytes of the file before a write that failed
+        self._size: int | None = None  # bytes of the file before the first failed write
 
     def append(self, record: bytes) -> None:
         """Write all records that could not be written before, then this record."""

@@ -64,7 +64,7 @@ def peak_memory(device: torch.device) -> tuple[float, float]:
 
 
 class ThroughputMeter:
-    """Measures step time, tokens per second and MFU of one rank, which processes `tokens_per_step` on average."""
+    """Measures step time, tokens per second and MFU of one rank, with `tokens_per_step` tokens of each global batch."""
 
     def __init__(self, device: torch.device, *, tokens_per_step: float, flops_per_token: int, peak: PeakFlops):
         self.device, self.tokens_per_step = device, tokens_per_step

@@ -46,7 +46,7 @@ def traces(folder: Path, freq: int, rank: int) -> Iterator[StepDone]:
         profiler.step()
 
     schedule = torch.profiler.schedule(wait=freq - 4, warmup=3, active=1)
-    with torch.profiler.profile(schedule=schedule, on_trace_ready=write) as profiler:  # CPU, and CUDA if any
+    with torch.profiler.profile(schedule=schedule, on_trace_ready=write) as profiler:  # traces the CPU, and CUDA if any
         yield step_done
 
 

@@ -35,7 +35,7 @@ def _saved_operators(option: str) -> list[Any]:
 
 def _every_second_mm() -> Any:
     """Return the two contexts of a block's call that save the results of its first, third, ... matrix product."""
-    saved, counts = set(_saved_operators("op")), {False: 0, True: 0}  # matrix products so far, by is_recompute
+    saved, counts = set(_saved_operators("op")), {False: 0, True: 0}  # matrix products so far, by context.is_recompute
 
     def policy(context: SelectiveCheckpointContext, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         counts[context.is_recompute] += operator in PRODUCTS

@@ -15,7 +15,7 @@ from torch import Tensor
 from titanlite.parallel.attention import ATTENTION_BACKENDS, float32_or_better
 from titanlite.parallel.tiles import Tile, chunks_of, ring_steps, tiles_of_step
 
-Group = dist.ProcessGroup | None  # None: this rank only
+Group = dist.ProcessGroup | None  # None: the ring is this rank alone
 
 
 def ring_forward(

@@ -78,7 +78,7 @@ def _local_heads(q_BTHK: Tensor, k_BTGK: Tensor, ulysses: str) -> list[int]:
     return [x.shape[2] // _size(ulysses) for x in (q_BTHK, k_BTGK, k_BTGK)]
 
 
-# The operators: opaque to torch.compile, so that it neither breaks its graph here nor moves the communication. --------
+# Custom operators: torch.compile does not look inside, and neither breaks its graph nor moves communication ----------
 @torch.library.custom_op("titanlite::tiled_attention", mutates_args=())
 def _attention(
     q: Tensor,
@@ -182,7 +182,7 @@ def _local_backward(
     return tuple(grad.view(x.shape) for grad, x in zip(grads, saved[1:4], strict=True))
 
 
-# _BOUNDS caches bounds by the tensor of positions, which all layers share. Private: torch.utils.weak (2.11 to 2.14).
+# _BOUNDS caches bounds by the tensor of positions, which all layers share. Private: torch.utils.weak (tried on 2.11 to 2.14).
 _BOUNDS = WeakTensorKeyDictionary()
 
 
