@@ -37,7 +37,7 @@ def backend_without_random_states(name: str) -> Callable[..., Any]:
 
 
 def checkpointed_half(recompute: Callable[..., Any], attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that recomputes `attend`. Its code object differs from that of all other functions, since torch
+    """Return a function that recomputes `attend`. The code object of this function differs from all others, since torch
     2.11 confuses compiled functions that share a code object. Remove when 2.12 is required."""
 
     def checkpointed_attend(*args: Any) -> Any:
@@ -68,7 +68,7 @@ class NothingToReduce:
 
 
 def gather_with(block: nn.Module, module: nn.Module) -> None:
-    """Have FSDP gather the weights of `module`, a part of `block`, before the block's forward. If FSDP gathered them
+    """Have FSDP gather the weights of `module`, a part of `block`, before the block's forward. If FSDP gathered weights
     inside the block, activation checkpointing would run FSDP's operators again, and the compiler would see them. Remove
     when fully_shard has an option for it. Private: the handles of a module's two hooks (tried on 2.11 and 2.13)."""
     state = module._get_fsdp_state()

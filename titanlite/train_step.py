@@ -188,7 +188,7 @@ class TrainStep:
         The global loss is the sum of all token losses divided by the number of valid tokens. Tokens of all ranks and
         accumulation steps are counted first; each loss is divided by the global count, and gradients are only summed.
         `loss_scale`: a factor on the loss in the backward; gradients are divided by it. Return float64 scalars on the
-        device: the sum of this rank's token losses in nats (0 without `contributes_loss`), and the count.
+        device: the sum of this rank's token losses in nats (0 without `contributes_loss`), and the global token count.
         """
         if self.balance:
             self.balance.begin_step(loss_scale)

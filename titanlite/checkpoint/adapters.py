@@ -1,4 +1,5 @@
-"""Checkpoints of LoRA adapters without their base weights: find and check the base, and merge the adapters into it."""
+"""Checkpoints of LoRA adapters without their base weights: find and check the base, and merge the adapters into the
+base."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -10,7 +10,7 @@ from titanlite.config.loader import ConfigError
 
 
 class AverageReader(CheckpointReader):
-    """Reads the average (EMA) of each weight in place of the weight. Raises ConfigError if a checkpoint has none."""
+    """Reads the average (EMA) of each weight in place of the weight. Raises ConfigError without averages."""
 
     def __init__(self, path: Path):
         super().__init__(path)

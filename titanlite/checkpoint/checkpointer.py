@@ -358,7 +358,7 @@ class Checkpointer(NoCheckpoints):
 
     @contextlib.contextmanager
     def _saves(self, step: int) -> Iterator[None]:
-        """Raise NotSavedError on every rank if the body raises OSError on one of them."""
+        """Raise NotSavedError on every rank if the body raises OSError on some rank."""
         with collected_problems(self.group, OSError) as problems:
             yield
         if problems:

@@ -1,5 +1,5 @@
-"""The index of a checkpoint: manifest.json tells which file has which slice of which tensor. It contains no code.
-Types, sizes and checksums are verified first, and that the slices of a tensor cover each element exactly once."""
+"""The index of a checkpoint: manifest.json tells which file has which slice of which tensor. The manifest contains no
+code. Types, sizes and checksums are verified first, and that the slices of a tensor cover each element exactly once."""
 
 import functools
 import json

@@ -45,7 +45,7 @@ class Trained(NamedTuple):
 
 
 class NoCheckpoints:
-    """Loads initial weights and saves no checkpoint, for checkpoint.enable = false. Checkpointer is a subclass."""
+    """Loads initial weights and saves no checkpoint (checkpoint.enable = false). The base class of Checkpointer."""
 
     def __init__(self, checkpoint: Checkpoint, run: Trained | None = None):
         self.checkpoint, self.run = checkpoint, run

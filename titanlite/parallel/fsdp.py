@@ -45,7 +45,7 @@ def apply_fsdp(model: Llama, layout: Layout, parallelism: Parallelism, training:
     if head:
         fully_shard(head, reshard_after_forward=False, **settings)
     fully_shard(model, **of_block)
-    forward, backward = parallelism.fsdp_forward_prefetch, parallelism.fsdp_backward_prefetch  # blocks; 0: FSDP's default
+    forward, backward = parallelism.fsdp_forward_prefetch, parallelism.fsdp_backward_prefetch  # 0: FSDP's default
     for index, block in enumerate(blocks):
         later, earlier = units[index + 1 : index + 1 + forward], units[max(index - backward, 0) : index][::-1]
         block.set_modules_to_forward_prefetch([module for unit in later for module in unit])

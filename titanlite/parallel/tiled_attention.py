@@ -182,7 +182,7 @@ def _local_backward(
     return tuple(grad.view(x.shape) for grad, x in zip(grads, saved[1:4], strict=True))
 
 
-# _BOUNDS caches bounds by the tensor of positions, which all layers share. Private: torch.utils.weak (tried on 2.11 to 2.14).
+# _BOUNDS caches bounds by the tensor of positions, which all layers share. Private: torch.utils.weak (2.11 to 2.14).
 _BOUNDS = WeakTensorKeyDictionary()
 
 

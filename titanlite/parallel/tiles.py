@@ -143,8 +143,8 @@ def _triangle(begin: int, end: int, window: int) -> Iterator[_Part]:
 
 
 def _rectangle(queries: range, keys: range, window: int) -> Iterator[_Part]:
-    """Yield the parts that cover what queries see of earlier keys. The first queries see all keys. Queries whose window
-    begins within the keys see a triangle, and all keys to the right of this triangle. The last queries see no keys."""
+    """Yield parts that cover what queries see of earlier keys: all keys while the window begins before the keys, then a
+    triangle and all keys to the right of it, and no keys after the window has passed them."""
     begin = min(max(keys.start + window, queries.start), queries.stop)
     end = max(min(keys.stop + window - 1, queries.stop), begin)
     if begin > queries.start:
