@@ -26,6 +26,7 @@ def parameter_groups(parameters: Iterable[tuple[str, nn.Parameter]], optimizer: 
 
 
 def build_adam(groups: list[dict[str, Any]], optimizer: Optimizer, name: str) -> torch.optim.Optimizer:
+    """Build torch's Adam or AdamW by its `name`."""
     betas = optimizer.beta1, optimizer.beta2
     implementation = {name: name == optimizer.implementation for name in ("fused", "foreach")}
     return getattr(torch.optim, name)(groups, optimizer.lr, betas, optimizer.eps, **implementation)
@@ -49,7 +50,7 @@ def set_lr(optimizer: torch.optim.Optimizer, step: int, section: Optimizer, lr_s
     """Set the learning rate of a step, counted from 1, in all parameter groups, and return the rate."""
     lr = section.lr * lr_factor(step, lr_scheduler)
     for group in optimizer.param_groups:
-        # If the learning rate is a tensor, compiled code has it as an argument: change its value, not the tensor.
+        # A tensor is an argument of compiled code: replace the value of the tensor, not the tensor.
         group["lr"] = group["lr"].fill_(lr) if isinstance(group["lr"], Tensor) else lr
     return lr
 

@@ -174,7 +174,7 @@ class TrainStep:
         self, step: int, batches: list[Batch], loss_scale: float = 1.0, *, is_test: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Compute a step's gradients and call the observers. `is_test`: see Observer; the rest: `forward_backward`."""
-        self.runner.prepare(batches[0])
+        self.runner.prepare(batches[0])  # observers do not see this call
         for observer in self.observers:
             observer.before_backward(step)
         loss_sum, valid = self.forward_backward(batches, loss_scale)

@@ -1,5 +1,4 @@
-"""Checkpoints of LoRA adapters without their base weights: find and check the base, and merge the adapters into the
-base."""
+"""Checkpoints of LoRA adapters without base weights: find and check the base weights, and merge the adapters."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -118,8 +118,7 @@ def _tokens_first(flipped: bool, *tensors: Tensor) -> list[Tensor]:
 def _write(
     total: Tensor | None, index: tuple[slice, slice], value: Tensor, shape: torch.Size, dtype: torch.dtype
 ) -> Tensor:
-    """Return `total` after total[index] = value, for tiles that do not overlap. A tile of the full `shape` is not
-    copied."""
+    """Return `total` after total[index] = value, for tiles that do not overlap. A full-`shape` tile is not copied."""
     if value.shape == shape:
         return value.to(dtype).contiguous()
     if total is None:
