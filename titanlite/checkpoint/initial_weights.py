@@ -63,7 +63,7 @@ def is_hugging_face(path: Path) -> bool:
 
 def step_folders(folder: Path, *suffixes: str) -> list[Path]:
     """Return the folder itself if it is a checkpoint, otherwise the checkpoints in it or in its folder `checkpoint`,
-    oldest first: good checkpoints only, or those with one of `suffixes`. Raises ConfigError if there is none."""
+    oldest first: good checkpoints only, or those with one of `suffixes`. Raises ConfigError without a checkpoint."""
     state = state_of(folder)
     if state and state[1] in ("", UNCONFIRMED) and folder.is_dir():
         return [folder]
