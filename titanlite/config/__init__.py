@@ -1,8 +1,8 @@
 """Options of a run: their types, defaults and meanings, the rules between them, and the launch they are checked with.
 
-A run is described by one TOML file and `--section.key=value` overrides. `load` reads both; `check` compares the config
-with the ranks and devices of a launch. Both report every problem at once as one `ConfigError`, before any process group
-exists. Nothing here imports torch, so a wrong config is reported in a fraction of a second.
+One TOML file and `--section.key=value` overrides describe a run. `load` reads them; `check` compares the config with
+the ranks and devices of a launch. Both functions report every problem at once as one `ConfigError`, before any process
+group exists. Nothing in this package imports torch, so a wrong config is reported in a fraction of a second.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ USAGE = "usage: titanlite train CONFIG [--section.key=value ...]   (--help lists
 
 
 def load(argv: list[str], own: Parts | None = None) -> LoadedConfig[Config]:
-    """Read a config and overrides (`argv`, without the program's name) and check the rules between options. `own`: the
-    user's own parts, which the returned config carries. Raises ConfigError with every problem."""
+    """Read a config and its overrides from `argv` (without the program's name), and check the rules between options.
+    The returned config contains `own`, the user's own parts of the run. Raises ConfigError with every problem."""
     loaded = loader.load(Config, argv, usage=USAGE, rules=rules.between_options)
     return dataclasses.replace(loaded, config=loaded.config.with_own(own)) if own else loaded
 
 
 def load_values(values: dict[str, Any], name: str, arguments: list[str]) -> LoadedConfig[Config]:
-    """Check options of sections as `load` does a file's, and `--section.key=value` arguments. Messages name `name`."""
+    """Check a dict of sections as `load` checks a file, with overrides in `arguments`; error messages name `name`."""
     return loader.load_values(Config, values, name, arguments, rules=rules.between_options)
