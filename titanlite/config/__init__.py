@@ -20,8 +20,8 @@ USAGE = "usage: titanlite train CONFIG [--section.key=value ...]   (--help lists
 
 
 def load(argv: list[str], own: Parts | None = None) -> LoadedConfig[Config]:
-    """Read a config and its overrides from `argv` (without the program's name), and check the rules between options.
-    The returned config contains `own`, the user's own parts of the run. Raises ConfigError with every problem."""
+    """Read and check a config and overrides from `argv` (without the program's name). The result contains `own`, the
+    user's own parts of the run. Raises ConfigError with every problem."""
     loaded = loader.load(Config, argv, usage=USAGE, rules=rules.between_options)
     return dataclasses.replace(loaded, config=loaded.config.with_own(own)) if own else loaded
 

@@ -9,8 +9,7 @@ from titanlite.config.loader import Section, show, table_of
 
 
 def options_by_key(config: Section, *, without: str = "", prefix: str = "") -> dict[str, Any]:
-    """Return the value of every option, keyed `section.key`, or `section.key.N.name` in table N of an array of tables.
-    Options whose type has the metadata `without` are left out."""
+    """Return every option by `section.key` or `section.key.N.name`, except types with the metadata `without`."""
     options: dict[str, Any] = {}
     for name, field in type(config).model_fields.items():
         key, value = f"{prefix}{name}", getattr(config, name)
@@ -25,8 +24,7 @@ def options_by_key(config: Section, *, without: str = "", prefix: str = "") -> d
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return (old, new) for each option whose values differ; None stands for an option that one of the configs
-    lacks."""
+    """Return (old, new) for each option whose values differ; None stands for an option that one config lacks."""
     return {key: (old.get(key), new.get(key)) for key in {**new, **old} if old.get(key) != new.get(key)}
 
 

@@ -46,8 +46,7 @@ class Launch:
 
     @classmethod
     def from_environment(cls, n_devices: int) -> Launch:
-        """Read torchrun's environment variables; without them, the launch is one rank. Raises ConfigError if one is
-        wrong."""
+        """Read torchrun's variables; without them, the launch is one rank. Raises ConfigError for a wrong variable."""
         world_size = count_from_environment(os.environ, "WORLD_SIZE", 1)
         counts = {"RANK": (0, world_size - 1), "LOCAL_RANK": (0,), "WORLD_SIZE": (1,), "LOCAL_WORLD_SIZE": (1,)}
         return cls(*(count_from_environment(os.environ, name, *limits) for name, limits in counts.items()), n_devices)
@@ -63,8 +62,8 @@ def count_from_environment(environment: Mapping[str, str], name: str, least: int
 
 
 def raise_open_file_limit(connections: int = 0) -> None:
-    """Raise the limit on open files of this process and its children to the hard limit. `connections` is the number of
-    sockets that the process needs. Raises ConfigError if the hard limit is too low: torch would wait forever."""
+    """Raise the limit on open files to the hard limit. Raises ConfigError if it is too low, since torch would wait
+    forever. `connections` is the number of sockets that this process needs."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # macOS rejects the infinite hard limit that it reports
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -94,8 +93,7 @@ def quantity(number: int, noun: str) -> str:
 
 
 def check(loaded: LoadedConfig[Config], launch: Launch) -> Config:
-    """Check a config against a launch, and return the config with automatic values resolved, such as shard degree,
-    batch size and data types. Raises ConfigError with every problem."""
+    """Check a config against a launch, and resolve its automatic values. Raises ConfigError with every problem."""
     reject, problems = Rejections(), []
     if launch.world_size > MOST_RANKS:
         raise ConfigError([f"{loaded.file}: {launch.world_size} ranks: expected at most {MOST_RANKS}; lower a degree"])
@@ -207,15 +205,13 @@ def _attention_backend(config: Config, param: str, on_cuda: bool) -> str:
 
 
 def loss_chunks(tokens: int, vocabulary: float) -> int:
-    """Return the number of chunks in which the loss takes `tokens`, so that a chunk's float32 logits take at most 2
-    GiB. Equal chunks, which need one compilation, are chosen unless that doubles their number. More chunks would not
-    lower the peak, and each chunk adds to the head's gradient once. `vocabulary` is the size of a rank's shard."""
+    """Return the number of chunks in which the loss takes `tokens`, each with at most 2 GiB of float32 logits. Equal
+    chunks, up to twice the least number, save a compilation. `vocabulary` is the size of a rank's shard."""
     least = math.ceil(tokens * vocabulary * 4 / 2**31)
     return next((n for n in range(least, 2 * least) if tokens % n == 0), least)
 
 
 def _rank_rules(config: Config, world_size: int, reject: Rejections) -> None:
-    """Reject sizes that do not fit the numbers of ranks that share weights, batches or experts."""
     training, degree = config.training, config.parallelism.data_parallel_degree * config.fault_tolerance.n_groups
     shards = config.parallelism.data_parallel_shard_degree * config.parallelism.context_parallel_degree
     group = config.parallelism.fsdp_reshard_after_forward
@@ -271,7 +267,6 @@ def _device_rules(config: Config, on_cuda: bool, reject: Rejections) -> None:
 
 
 def _float8_device_rules(config: Config, on_cuda: bool, needs_cuda: str, reject: Rejections) -> None:
-    """Reject float8 products that the launch's device, its compiler or the model's dtype does not support."""
     param, emulated, options = config.training.mixed_precision_param, config.float8.emulate, config.compile
     if not emulated and not on_cuda:
         reject("float8.enable", f"{needs_cuda} float8.emulate = true, or this to false")

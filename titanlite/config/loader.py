@@ -1,8 +1,5 @@
-"""Reading of typed options from a TOML file and `--section.key=value` arguments.
-
-schema.py defines the options, and rules.py the rules between them. All problems of a config are reported at once, one
-per line: file or command line, key = value, what was expected, what to do.
-"""
+"""Reading of typed options from a TOML file and `--section.key=value` arguments. All problems of a config are reported
+at once, one per line: file or command line, key = value, what was expected, what to do."""
 
 import contextlib
 import copy
@@ -48,8 +45,7 @@ _LONG_KEY = re.compile(rf"""(?<![\w-])(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[
 
 
 class Section(BaseModel):
-    """Base class of a [section] of the config file. Sections can be nested, like [model.moe] in [model]. Validation
-    rejects unknown keys and converts no types."""
+    """Base class of a [section], in which sections can be nested. It rejects unknown keys and converts no types."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -57,8 +53,7 @@ class Section(BaseModel):
     @classmethod
     def _no_odd_characters(cls, value: Any) -> Any:
         texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
-        # Runs print option values, and terminals obey control characters. Surrogates stand for bytes that are not
-        # UTF-8.
+        # Terminals obey control characters in printed options. Surrogates stand for bytes that are not UTF-8.
         if any(re.search("[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", text) for text in texts):
             raise PydanticCustomError(OWN_MESSAGE, "expected UTF-8 text without control characters")
         return value
@@ -70,8 +65,8 @@ Place = tuple[str | int, ...]
 
 
 class ConfigError(Exception):
-    """The config or the launch is wrong. `problems` has one line per problem; a program prints these lines and exits
-    with status 2. `loaded` is the LoadedConfig with defaults in place of wrong values, or None."""
+    """The config or the launch is wrong; `problems` has one line per problem. `loaded` is the LoadedConfig with
+    defaults in place of wrong values, or None."""
 
     def __init__(self, problems: list[str], loaded: Any = None):
         super().__init__("\n".join(problems))
@@ -137,8 +132,7 @@ class LoadedConfig(Generic[Options]):
 
 
 def value_of(config: Section, key: str) -> Any:
-    """Return the value of option `section.key`, or of `section.key.N.name` in table N, from 0, of an array of
-    tables."""
+    """Return the value of option `section.key`, or of `section.key.N.name` in table N of an array of tables."""
     value: Any = config
     for name in key.split("."):
         value = value[int(name)] if isinstance(value, list) else getattr(value, name)
@@ -146,12 +140,9 @@ def value_of(config: Section, key: str) -> Any:
 
 
 def load(kind: type[Options], argv: list[str], *, usage: str, rules: Rules) -> LoadedConfig:
-    """Read a config (see `find_config`) and its `--section.key=value` overrides into an instance of `kind`.
-
-    A bare `--section.key` means true, and `--section.key value` is accepted. `rules` takes the config and the keys
-    whose
-    value is not the default, and returns the problems between options. Raises ConfigError with every problem.
-    """
+    """Read a config (see `find_config`) and its `--section.key=value` overrides into an instance of `kind`. A bare
+    `--section.key` means true, and `--section.key value` is accepted. `rules` takes the config and the keys whose value
+    is not the default. Raises ConfigError with every problem."""
     argv = _with_values(kind, argv)
     names = [argument for argument in argv if not argument.startswith("-")]
     options = [argument for argument in argv if argument.startswith("-")]
@@ -215,7 +206,6 @@ def find_config(name: str) -> Path:
 
 
 def read_toml(file: str) -> dict[str, Any]:
-    """Return the contents of a TOML file. Raises ConfigError if the file is missing, unreadable or not TOML."""
     path = Path(file)
     try:
         content = read_file(path, LARGEST_CONFIG)
@@ -232,8 +222,8 @@ def read_toml(file: str) -> dict[str, Any]:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse TOML. Raises ValueError or RecursionError for invalid TOML or nesting deeper than DEEPEST: tomllib's time
-    grows with the square of the number of parts of a dotted key, and other code recurses into tables."""
+    """Parse TOML. Raises ValueError or RecursionError if it is invalid or nested deeper than DEEPEST, since tomllib's
+    time grows with the square of a dotted key's parts."""
 
     def depth(value: Any) -> int:
         inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -252,7 +242,6 @@ def _split(kind: type[Section], name: str) -> tuple[str, str]:
 
 
 def _keys_in(kind: type[Section], values: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield `section.key` of every key in `values`."""
     sections = sections_of(kind)
     for name, value in values.items():
         if f"{prefix}{name}" in sections and isinstance(value, dict):
@@ -297,9 +286,8 @@ def _parse(text: str, option: Any) -> Any:
 def _validate(
     kind: type[Options], values: dict[str, Any], file: str, origins: dict[str, str]
 ) -> tuple[Options, set[str], list[str]]:
-    """Return the options with defaults in place of bad values, the keys of bad values, and an error line for each
-    value. If only an option derived from others is bad, no default of theirs helps: return all defaults, with all keys
-    as bad."""
+    """Return the options with defaults in place of bad values, the keys of bad values, and an error line for each one.
+    If only an option derived from others is bad, all options get defaults, and all keys count as bad."""
     good, lines, bad_keys = copy.deepcopy(values), dict[Place, str](), set[str]()
     while True:
         try:
@@ -338,7 +326,6 @@ def _place(kind: type[Section], loc: Place) -> tuple[Place, type[Section], Any]:
 
 
 def _problem(kind: type[Section], place: Place, section: type[Section], field: Any, value: Any, entry: Any) -> str:
-    """Return the message about a pydantic error, without the value's origin."""
     key, name = ".".join(map(str, place)), str(place[-1])
     if key in sections_of(kind):
         message = f"expected a section, written [{key}]"
@@ -415,7 +402,6 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def show(value: Any) -> str:
-    """Return a value in TOML syntax."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, (datetime.date, datetime.time)):
@@ -427,8 +413,7 @@ def show(value: Any) -> str:
 
 
 def expectation(option: Any, value: Any = None) -> str:
-    """Describe the values that an option accepts: type, bounds and choices. An upper bound of FAR or more is named only
-    if `value` is above it."""
+    """Describe the values that an option accepts. An upper bound of FAR or more is named only if it is exceeded."""
     return _expectation(TypeAdapter(Annotated[option.annotation, option]).json_schema(), value)
 
 

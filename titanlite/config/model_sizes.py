@@ -18,7 +18,6 @@ def _over(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _options(table: dict[str, Any]) -> dict[str, Any]:
-    """Return all options of a model's or family's table in models.toml, including those of its family."""
     own = {key: value for key, value in table.items() if key not in ("family", "size")}
     base = _options(_TABLES["families"][table["family"]]) if "family" in table else COMMON
     return _over(base, {**dict(zip(DIMENSIONS, table.get("size", ()), strict=False)), **own})

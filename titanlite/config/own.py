@@ -13,14 +13,12 @@ class Parts:
     block: Callable[..., Any] | None = None
     """Function (a layer's section [model], the layer's number) -> titanlite.model.Block with the user's own modules."""
     styles: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """torch's ParallelStyle for each user module with weights, by the module's name in its block
-    ("feed_forward.up")."""
+    """torch's ParallelStyle by the name of a user module with weights in its block, as in "feed_forward.up"."""
     loss: Callable[..., Any] | None = None
     """Function (logits [N, V], targets [N], group) -> loss of each token [N], 0 where the target is -100. With a
     process group, V is this rank's shard of the vocabulary, as in titanlite.loss.cross_entropy."""
     data: Callable[..., Any] | None = None
-    """Function (section [training], vocabulary size, seed) -> object that returns the training sequence of an index
-    (techniques/data/own.py)."""
+    """Function (section [training], vocabulary size, seed) -> data as in techniques/data/own.py."""
     optimizer: Callable[..., Any] | None = None
     """Function (model, section [optimizer]) -> torch.optim.Optimizer, whose learning rate every training step sets."""
     metrics: Callable[..., Any] | None = None

@@ -10,8 +10,7 @@ from titanlite.config.types import MAY_DIFFER
 
 
 def help_text(arguments: Sequence[str] = ()) -> str:
-    """Return the text of --help: the options of the sections that `arguments` name after --help, or of all sections.
-    Raises ConfigError for a misspelled section."""
+    """Return the text of --help about the sections in `arguments`. Raises ConfigError for a misspelled section."""
     names = arguments[next((i for i, text in enumerate(arguments) if text in ("-h", "--help")), 0) + 1 :]
     for name in names:
         if name not in sections_of(Config) and (hint := did_you_mean(name, sections_of(Config))):
@@ -31,8 +30,7 @@ def help_text(arguments: Sequence[str] = ()) -> str:
 
 
 def json_schema() -> str:
-    """Return the JSON Schema of a config (docs/reference/config.schema.json), with which editors complete and check
-    options. The schema lacks the rules between options."""
+    """Return the JSON Schema of a config, docs/reference/config.schema.json, which lacks the rules between options."""
     schema = {"$schema": "http://json-schema.org/draft-07/schema#", **Config.model_json_schema()}
     for kind in {*sections_of(Config).values(), *filter(None, map(table_of, options_of(Config).values()))}:
         section = schema["$defs"][kind.__name__]

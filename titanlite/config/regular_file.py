@@ -8,14 +8,12 @@ from typing import BinaryIO
 
 
 def open_file(path: Path, buffering: int = -1, flags: int = 0) -> BinaryIO:
-    """Open a regular file to read bytes; open(2) gets `flags`, too. Raises OSError at once for any other kind of
-    file."""
+    """Open a regular file to read bytes; `flags` are of open(2). Raises OSError at once for any other kind of file."""
     return open(_open(path, flags | os.O_RDONLY), "rb", buffering)
 
 
 def open_own(path: str, flags: int, mode: int = 0o666) -> int:
-    """Open a regular file to write it; this is an `opener` of `open`. Raises OSError at once for any other kind of file
-    and for a symbolic link, whose target may be another user's file."""
+    """Open a regular file to write it, as an `opener` of `open`. Raises OSError for other files and symbolic links."""
     return _open(path, flags | os.O_NOFOLLOW, mode)
 
 
@@ -30,8 +28,7 @@ def _open(path: Path | str, flags: int, mode: int = 0o666) -> int:
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """Return the content of a regular file. Raises OSError if the file cannot be read or has more bytes than
-    `limit`."""
+    """Return the content of a regular file. Raises OSError if it is unreadable or has more bytes than `limit`."""
     with open_file(path) as file:
         content = file.read(limit + 1)
     if len(content) > limit:

@@ -1,6 +1,5 @@
 """Rules between options; rules_data.py, rules_families.py, rules_model.py and rules_parallelism.py have more of them.
 
-launch.py has the rules between a config and a launch, and torch_versions.py the rules for old versions of torch.
 `reject(key, message, *reads)` takes the key of the wrong value and the other keys that the rule reads.
 """
 
@@ -141,7 +140,6 @@ def _dependent_options(config: Config, changed: set[str], reject: Rejections) ->
 
 
 def _training_rules(config: Config, changed: set[str], reject: Rejections) -> None:
-    """Reject batch sizes, numbers of steps and data types that contradict each other."""
     training, total_steps = config.training, config.lr_scheduler.total_steps
     if training.global_batch_size != -1 and training.global_batch_size % training.local_batch_size:
         message = f"expected a multiple of {keys.BATCH} = {training.local_batch_size}"
@@ -168,7 +166,6 @@ def _training_rules(config: Config, changed: set[str], reject: Rejections) -> No
 
 
 def _optimizer_rules(config: Config, changed: set[str], reject: Rejections) -> None:
-    """Reject options that low-bit states, stochastic rounding, CPU offload or Muon do not support."""
     training, optimizer = config.training, config.optimizer
     low_bit, offload = optimizer.state_dtype != "auto" or optimizer.stochastic_rounding, optimizer.enable_cpu_offload
     if optimizer.stochastic_rounding and training.dtype != "bfloat16":
@@ -209,8 +206,6 @@ def _muon_rules(config: Config, reject: Rejections) -> None:
 
 
 def _low_precision_rules(config: Config, changed: set[str], reject: Rejections) -> None:
-    """Reject options that float8 or INT8 does not support. INT8 sums weight gradients over tokens in 32-bit
-    integers."""
     float8, int8 = config.float8, config.int8
     if float8.enable and float8.enable_fsdp_float8_all_gather and float8.recipe != "tensorwise":
         part = "block" if float8.recipe == "mxfp8" else "row"
@@ -246,7 +241,6 @@ def _compile_rules(config: Config, changed: set[str], reject: Rejections) -> Non
 
 
 def _fault_tolerance_rules(config: Config, changed: set[str], reject: Rejections) -> None:
-    """Reject a number of replica groups, a replica id or a quorum size that is out of range."""
     section = config.fault_tolerance
     if not section.enable:
         return

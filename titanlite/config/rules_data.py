@@ -62,7 +62,6 @@ def _conversation_rules(config: Config, key: str, reject: Rejections) -> None:
 
 
 def _mixture_rules(training: Training, changed: set[str], reject: Rejections) -> None:
-    """Reject options that contradict a mixture of datasets, and tables of the mixture that contradict each other."""
     for name in DatasetOptions.model_fields:
         if f"training.{name}" in changed:
             reject(f"training.{name}", f"{keys.MIXTURE} names the datasets; remove one of the two", keys.MIXTURE)

@@ -41,8 +41,7 @@ def family_rules(config: Config, changed: set[str], reject: Rejections) -> None:
 
 
 def _rotary_rules(model: Model, changed: set[str], reject: Rejections) -> None:
-    """Reject an odd number of rotated channels, a wrong number of longrope factors, and options of RoPE scaling that no
-    layer reads, unless rope_scaling_factor is set explicitly."""
+    """Reject wrong numbers of rotated channels or longrope factors, and options of RoPE scaling that no layer reads."""
     layers, reads = model.of_layers(), ("model.head_dim", ROTARY, LAYERS, LATENT)
     odd = [layer.rope_dim for layer in layers if layer.rope_dim % 2]
     if odd and not model.rope_width % 2:

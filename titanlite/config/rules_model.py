@@ -42,7 +42,6 @@ def model_rules(config: Config, changed: set[str], reject: Rejections) -> None:
 
 
 def _latent_attention_rules(config: Config, reject: Rejections) -> None:
-    """Reject options that contradict latent attention (MLA)."""
     model, mla = config.model, config.model.mla
     if model.head_dim != mla.qk_head_dim:
         message = f"with {LATENT} it is the sum of {NOPE} and {ROPE}, {mla.qk_head_dim}; remove it"
@@ -112,8 +111,7 @@ def _group_rules(moe: Moe, reject: Rejections) -> None:
 
 
 def size_rules(config: Config, changed: set[str], reject: Rejections) -> None:
-    """Reject sizes with which a tensor would have 2**63 bytes or more: torch has no such tensor, even on device
-    meta."""
+    """Reject sizes with which a tensor would have 2**63 bytes or more, which torch cannot even describe."""
     model, tokens = config.model, config.training.local_batch_size * config.training.seq_len
     widest = max(model.dim, model.vocab_size, model.ffn_dim, model.expert_dim * model.moe.n_experts)
     widest = max(widest, model.n_heads * max(model.head_dim, model.v_head_dim, config.training.seq_len))

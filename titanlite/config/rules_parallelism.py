@@ -13,7 +13,6 @@ MOST_ACTIONS = 2**16
 
 
 def shard_rules(config: Config, changed: set[str], reject: Rejections) -> None:
-    """Reject sizes that tensor parallelism cannot shard evenly."""
     for key in ("model.n_heads", "model.n_kv_heads", "model.ffn_dim", "model.vocab_size"):
         if value_of(config, key) % config.parallelism.tensor_parallel_degree:
             reject(keys.TENSOR, f"expected a divisor of {key} = {value_of(config, key)}, sharded over these ranks", key)

@@ -62,15 +62,13 @@ class Job(Section):
     dump_folder: PathText = "./outputs"
     """Folder that the run writes into: config.toml, tb/, metrics.jsonl, checkpoint/, profiles."""
     take_over_lock: bool = True
-    """Take over the lock of dump_folder from a stopped run on another node; false: print an error and exit with status
-    2."""
+    """Take over the lock of dump_folder from a stopped run on another node; false: exit with an error and status 2."""
     description: str = ""
     """One line about the run, which is printed first and shown in TensorBoard."""
 
 
 def identity_of(section: Section, later: Collection[str], exclude: set[str] = frozenset()) -> dict[str, Any]:
-    """Return the values of a section, as plain JSON. Options in `later`, which older checkpoints lack, are included
-    only if they differ from their default."""
+    """Return a section as plain JSON. Keys in `later` are in it only if changed, since older checkpoints lack them."""
     values, fields = section.model_dump(exclude=exclude), type(section).model_fields
     return {key: value for key, value in values.items() if key not in later or value != fields[key].default}
 
@@ -90,33 +88,28 @@ class Moe(Section):
     router_bias: bool = False
     """Whether the router's logits have a bias, a trained weight (gpt-oss)."""
     swiglu_limit: NotNegative = 0.0
-    """Bound b on the numbers in the experts' SwiGLU layers (gpt-oss, arXiv:2508.10925): the gate x is at most b, the
-    other projection y is between -b and b, and the product is x sigmoid(swiglu_alpha x) (y + 1); 0: silu(x) y without
-    bounds."""
+    """Bound b in the experts' SwiGLU (gpt-oss, arXiv:2508.10925): the gate x is at most b, the other projection y in -b
+    to b, and the product x sigmoid(swiglu_alpha x) (y + 1); 0: silu(x) y without bounds."""
     swiglu_alpha: Positive = 1.702
     """Factor in the activation of experts with swiglu_limit."""
     n_shared_experts: CountOrZero = 0
-    """Shared experts, which every token passes (DeepSeekMoE, arXiv:2401.06066): together, they are one feed-forward
-    layer of width n_shared_experts x expert_dim."""
+    """Shared experts, which every token passes (DeepSeekMoE, arXiv:2401.06066): one layer of this many x expert_dim."""
     n_first_dense_layers: CountOrZero = 0
     """Number of dense layers at the beginning of the model."""
     every_n_layers: Count = 1
     """Every n-th layer of the model has experts, except for the first dense layers."""
     score_function: Literal["softmax", "sigmoid"] = "softmax"
-    """How the router's logits become scores. softmax: over all experts; sigmoid: of each expert by itself (DeepSeek-V3,
-    arXiv:2412.19437)."""
+    """How router logits become scores: a softmax over all experts, or each one's sigmoid (DeepSeek-V3)."""
     normalize_scores: bool = False
     """Divide the scores of a token's experts by their sum."""
     score_scaling: Positive = 1.0
     """Factor on the scores of a token's experts."""
     n_groups: Count = 1
-    """Number of groups of experts, if routing is limited to some groups per token (DeepSeek-V3's node-limited
-    routing)."""
+    """Groups of experts, of which a token's routing may use some (DeepSeek-V3's node-limited routing)."""
     n_groups_per_token: Count = 1
     """Number of groups that the experts of one token may be in."""
     group_score: Literal["top_2_sum", "max"] = "top_2_sum"
-    """Score that ranks groups. top_2_sum: the sum of a group's two best scores (DeepSeek-V3); max: a group's best score
-    (DeepSeek-V2)."""
+    """How groups are ranked: by the sum of their two best scores (DeepSeek-V3), or by the best score (DeepSeek-V2)."""
     balance_bias: bool = False
     """Balance the experts' load without a loss (arXiv:2408.15664): the router chooses by scores to which each expert's
     bias is added. The biases are saved in checkpoints."""
@@ -124,11 +117,9 @@ class Moe(Section):
     """Each optimizer step adds this to the bias of experts with less than the mean load, and subtracts it above."""
     balance_loss_weight: NotNegative = 0.0
     """Weight of the auxiliary loss of each layer with E experts: E times the sum over experts of load share x mean
-    score, 1 if balanced (Switch Transformer, arXiv:2101.03961). Load shares are those of the previous step's global
-    batch, mean scores those of this step's."""
+    score, 1 if balanced (arXiv:2101.03961). Shares are of the previous step's global batch, scores of this step's."""
     z_loss_weight: NotNegative = 0.0
-    """Weight of the router z-loss of each layer with experts (ST-MoE, arXiv:2202.08906): the mean over the global batch
-    of the squared log-sum-exp of a token's logits."""
+    """Weight of the router z-loss of a layer (arXiv:2202.08906): mean squared log-sum-exp of the router's logits."""
 
     def identity(self) -> dict[str, Any]:
         """Return the values that a resumed run must share with the run that saved the checkpoint, as plain JSON."""
@@ -151,8 +142,7 @@ class Mla(Section):
     v_head_dim: Count = 128
     """Channels of a value head."""
     mscale_all_dim: NotNegative = 0.0
-    """yarn: attention scores are multiplied by (0.1 mscale_all_dim ln(rope_scaling_factor) + 1)^2, so that attention is
-    as sharp as without RoPE scaling."""
+    """yarn: factor (0.1 mscale_all_dim ln(rope_scaling_factor) + 1)^2 on attention scores, which keeps them sharp."""
     norm_eps: Union[Literal[-1], Positive] = -1
     """Epsilon of the norms of latents; -1: model.norm_eps."""
 
@@ -220,31 +210,26 @@ class Model(Section):
     """Rows of the embedding and the output head. Default: the flavor's number, or the tokenizer's if that is larger;
     from_hf: the number of rows in the released weights, unless new_tokens adds rows."""
     new_tokens: Literal["none", "mean"] = "none"
-    """Initial rows of tokens that the initial Hugging Face weights lack, such as tokens added for chat. mean: the mean
-    of all existing rows, in the embedding and in the output head."""
+    """Initial rows of tokens that the initial Hugging Face weights lack. mean: the mean of the existing rows."""
     norm_eps: Positive
     """Epsilon of the RMS norms."""
     tie_embeddings: bool
     """Tied embeddings: use the embedding's weight as the output head's weight."""
     attention_bias: Literal["none", "qkv", "all"]
-    """Attention projections with biases. qkv: those of queries, keys and values (Qwen2); all: the output projection
-    too."""
+    """Attention projections with biases; qkv: those of queries, keys and values (Qwen2); all: the output's, too."""
     mlp_bias: bool
     """Whether the linear layers of feed-forward layers have biases."""
     qk_norm: Union[bool, Literal["all_heads"]]
-    """RMSNorm of queries and of keys before the rotary embedding. true: over each head (Qwen3); all_heads: over all
-    heads together (OLMoE)."""
+    """RMSNorm of queries and keys before the rotary embedding; true: per head (Qwen3); all_heads: over all (OLMoE)."""
     sliding_window: CountOrZero
-    """Sliding-window attention (Mistral): a token attends to itself and the sliding_window - 1 tokens before it, within
-    its document; 0: no window."""
+    """Sliding-window attention (Mistral): a token attends to this many tokens, including itself; 0: no window."""
     rope_theta: Positive
     """Base of the rotary embedding's frequencies."""
     rope_scaling_factor: Annotated[float, Field(ge=1, allow_inf_nan=False)]
     """Factor by which the rotary embedding's wavelengths are stretched for longer sequences; 1: no scaling."""
     rope_scaling_type: Literal["llama3", "linear", "yarn", "longrope"]
-    """Which wavelengths are stretched, if rope_scaling_factor is above 1. linear: all; llama3: long ones, as in Llama
-    3.1; yarn: long ones, and attention is rescaled (YaRN); longrope: each by a factor of its own, and attention is
-    rescaled (LongRoPE)."""
+    """Wavelengths that are stretched if rope_scaling_factor is above 1. linear: all; llama3 (Llama 3.1), yarn: long
+    ones; longrope: each by a factor of its own. yarn and longrope also rescale attention."""
     rope_low_freq_factor: Positive
     """llama3: wavelengths above rope_original_seq_len / this factor are scaled fully."""
     rope_high_freq_factor: Positive
@@ -273,20 +258,17 @@ class Model(Section):
     norm: Literal["rms", "rms_plus_one", "layer"] = "rms"
     """rms: RMSNorm; rms_plus_one: RMSNorm whose scale is 1 + weight (Gemma); layer: LayerNorm with a bias (GPT-2)."""
     norm_placement: Literal["before", "after", "both"] = "before"
-    """Norms are before each attention and feed-forward layer, after it (OLMo 2), or before and after it (Gemma 3,
-    GLM-4)."""
+    """Norms are before each attention and feed-forward layer, after it (OLMo 2), or both (Gemma 3, GLM-4)."""
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     """Activation of the feed-forward layers; gelu_tanh: GELU approximated by tanh."""
     gated_ffn: bool = True
-    """Feed-forward layers multiply the activation by a third projection, like SwiGLU and GeGLU; false: they have two
-    projections (GPT-2, StarCoder2)."""
+    """Feed-forward layers have a third, gating projection, like SwiGLU; false: two projections (GPT-2, StarCoder2)."""
     embedding_scale: Positive = 1.0
     """Factor on the embeddings of tokens (Gemma: the square root of dim; Granite)."""
     attention_scale: Union[Literal[-1], Positive] = -1
     """Factor on attention scores, the products of queries and keys (Granite, Gemma); -1: 1 / sqrt(head_dim)."""
     residual_scale: Positive = 1.0
-    """Factor on the output of each attention and feed-forward layer before it is added to the residual stream
-    (Granite)."""
+    """Factor on the outputs of attention and feed-forward layers that are added to the residual stream (Granite)."""
     logits_scale: Positive = 1.0
     """Factor on the logits (Granite: 1 / logits_scaling)."""
     llama4_scaling_beta: NotNegative = 0.0
@@ -469,8 +451,7 @@ class MixedDataset(DatasetOptions):
     name: str = ""
     """Name of the dataset in metrics and checkpoints, made of letters, digits, "_", "-" and "."."""
     weight: Union[Literal[-1], Positive] = -1
-    """Share of a dataset in the mixture, relative to the weights of other datasets. -1 in all tables: the dataset's
-    size."""
+    """Share of a dataset in the mixture, relative to the weights of others. -1 in all tables: the dataset's size."""
     tokens: Union[Literal[-1], Annotated[int, Field(ge=1, le=MOST_TOKENS)]] = -1
     """Token budget of the dataset, which is its share instead of a weight and ends its use when exhausted. -1: none."""
     epochs: Union[Literal[-1], Positive] = -1
@@ -481,12 +462,11 @@ class Training(DatasetOptions):
     """The data, the steps, and the data types that a run computes in."""
 
     datasets: list[MixedDataset] = Field(default=[])
-    """A mixture of datasets instead of one, each in a table [[training.datasets]]. Sequences are mixed in a fixed
-    order, by weights, token budgets or sizes of datasets; when a dataset is used up, the other datasets share its
-    part."""
+    """A mixture of datasets, each in a table [[training.datasets]]. Sequences are mixed in a fixed order, by weights,
+    token budgets or sizes of datasets; when a dataset is used up, the other datasets share its part."""
     change_mixture_on_resume: bool = False
-    """Let a resumed run have another mixture than the checkpoint: other weights, budgets, limits or datasets. Each
-    dataset, identified by its name, continues where it was."""
+    """Let a resumed run have another mixture than the checkpoint. Datasets, by their names, continue where they
+    were."""
     streaming: bool = False
     """Read and tokenize documents during training instead of tokenizing the full dataset before it."""
     streaming_shards: Count = 64
@@ -511,8 +491,7 @@ class Training(DatasetOptions):
     local_batch_size: Count = 8
     """Per-device batch size: sequences per data-parallel rank and gradient accumulation step."""
     global_batch_size: Union[Literal[-1], Count] = -1
-    """Sequences per optimizer step; -1: local_batch_size x data-parallel ranks; a multiple of it: gradient
-    accumulation."""
+    """Sequences per optimizer step; -1: local_batch_size x data-parallel ranks; above that: gradient accumulation."""
     steps: Count = 10_000
     """Optimizer steps of the run."""
     epochs: NotNegative = 0.0
@@ -523,18 +502,16 @@ class Training(DatasetOptions):
     nonfinite_steps_allowed: CountOrZero = 0
     """Steps that the run may skip because the loss or gradient norm is not finite; the next such step stops it."""
     skip_outlier_sigma: NotNegative = 0.0
-    """Skip a step whose gradient norm exceeds the mean of recent steps by this many standard deviations; 0: skip
-    none."""
+    """Skip steps whose gradient norm exceeds the recent mean by this many standard deviations; 0: skip none."""
     outlier_window: Annotated[int, Field(ge=4, le=MOST_ITEMS)] = 128
-    """Number of recent steps whose gradient norms are compared. Half as many steps must be taken before one is
-    skipped."""
+    """Number of recent steps whose gradient norms are compared. Half as many must be taken before a step is skipped."""
     gc_freq: Count = 50
     """Steps between Python's garbage collections, which would otherwise run at different times on each rank."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Data type of the weights, and of optimizer states unless optimizer.state_dtype is set; float64: parity tests."""
     mixed_precision_param: Literal[Precision, "float16"] = "auto"
-    """Data type that FSDP gathers weights in and the model computes in; auto: bfloat16 on CUDA, `dtype` on a CPU.
-    float16 scales the loss (initial_loss_scale)."""
+    """Data type of gathered weights and the model's computation; auto: bfloat16 on CUDA, `dtype` on a CPU; float16:
+    with loss scaling (initial_loss_scale)."""
     mixed_precision_reduce: Precision = "auto"
     """Data type that gradients are accumulated and reduced in; auto: float32, or float64 if `dtype` is float64."""
     attention_backend: Literal["auto", "cpu", "flash", "cudnn", "efficient", "math"] = "auto"
@@ -548,8 +525,7 @@ class Training(DatasetOptions):
     """Chunked cross-entropy: chunks of tokens in the output head and the loss; only one chunk's logits are resident.
     -1: the number with which a rank's float32 logits of a chunk take at most 2 GiB."""
     enable_cpu_offload: bool = False
-    """Keep weights, gradients and optimizer states in host memory; a layer's weights are copied to the device for
-    use."""
+    """Keep weights, gradients and optimizer states in host memory; weights of a layer in use are on the device, too."""
 
 
 class Optimizer(Section):
@@ -571,8 +547,7 @@ class Optimizer(Section):
     muon_newton_schulz_steps: Count = 5
     """Newton-Schulz iterations that orthogonalize an update."""
     muon_dtype: Precision = "auto"
-    """Data type of Newton-Schulz iterations, and of matrices that ranks exchange for them; auto: the data type that the
-    model computes in, except float32 instead of float16."""
+    """Data type of Newton-Schulz iterations and their communication; auto: the model's, or float32 for float16."""
     qk_clip_threshold: NotNegative = 0.0
     """QK-clip (MuonClip, Kimi K2, arXiv:2507.20534): if a head's largest attention logit in a step is above this
     threshold (Kimi K2: 100), the head's query and key weights are scaled so that it would have been the threshold; 0:
@@ -583,11 +558,9 @@ class Optimizer(Section):
     """Data type of exp_avg and exp_avg_sq; auto: training.dtype; float8, int8: 8-bit optimizer states, a scale per 256
     elements; int4: 4-bit optimizer states, a scale per 128. States of the embedding keep training.dtype."""
     enable_cpu_offload: bool = False
-    """Keep optimizer states in host memory, and take the step on the CPU, while shards of weights and gradients are
-    copied there and back. Weights and gradients stay on the device."""
+    """Keep optimizer states in host memory, and take the step on the CPU; weights and gradients stay on the device."""
     stochastic_rounding: bool = False
-    """Round weights stochastically, so that small updates of bfloat16 weights survive. Needs training.dtype =
-    "bfloat16"."""
+    """Round weights stochastically: small updates of bfloat16 weights survive. Needs training.dtype = "bfloat16"."""
 
 
 class LRScheduler(Section):
@@ -614,8 +587,7 @@ class Ema(Section):
     decay: Fraction = 0.0
     """d, as 0.999, in each update: average = d average + (1 - d) weights; 0: no average."""
     start_step: Count = 1
-    """The average begins as the weights after this many optimizer steps. Skipped steps count neither here nor in
-    warmup."""
+    """The average begins as the weights after this many optimizer steps, of which skipped steps do not count."""
     warmup: bool = False
     """Forget faster at first: n updates after start_step, the decay is at most (1 + n) / (10 + n)."""
     validation: bool = False
@@ -628,8 +600,7 @@ class Parallelism(Section):
     data_parallel_replicate_degree: Ranks = 1
     """Replicas of the sharded model. Above 1 with a shard degree above 1: hybrid sharding (HSDP)."""
     data_parallel_shard_degree: Union[Literal[-1], Ranks] = -1
-    """FSDP: ranks that a weight is sharded over, besides context-parallel ranks; -1: all ranks that other degrees
-    leave."""
+    """FSDP: ranks that a weight is sharded over, besides context-parallel ranks; -1: all ranks that are left."""
     fsdp_reshard_after_forward: Union[
         Literal["default", "always", "never"], Annotated[int, Field(ge=2, le=MOST_RANKS)]
     ] = "default"
@@ -640,8 +611,7 @@ class Parallelism(Section):
     """When gradients are reduced: in every gradient accumulation step (ZeRO-2, ZeRO-3: gradients are sharded), or in
     the last only (ZeRO-1, replicate: less communication, but gradients are unsharded)."""
     fsdp_forward_prefetch: CountOrZero = 0
-    """Blocks whose weights are gathered during an earlier block's forward; 0: FSDP's default, on CUDA the next
-    block."""
+    """Blocks whose weights are gathered during an earlier block's forward; 0: FSDP's default, on CUDA one block."""
     fsdp_backward_prefetch: CountOrZero = 0
     """Blocks whose weights are gathered during an earlier block's backward; 0: FSDP's default, one block."""
     tensor_parallel_degree: Ranks = 1
@@ -669,11 +639,9 @@ class Parallelism(Section):
     context_parallel_degree: Ranks = 1
     """Ranks that each sequence is split over."""
     context_parallel_ulysses_degree: Ranks = 1
-    """Context-parallel ranks that exchange sequence for heads by all-to-all (Ulysses); several such groups form a
-    ring."""
+    """Context-parallel ranks that exchange sequence for heads by all-to-all (Ulysses); their groups form a ring."""
     expert_parallel_degree: Ranks = 1
-    """Ranks that the experts of a layer are partitioned over. The degree adds no ranks: it divides dp_shard x cp x tp,
-    and each expert is sharded over the quotient."""
+    """Ranks that a layer's experts are partitioned over; dp_shard x cp x tp / this degree ranks shard an expert."""
 
     @property
     def n_stages(self) -> int:
@@ -684,7 +652,6 @@ class Parallelism(Section):
 
     @property
     def ring_degree(self) -> int:
-        """Number of ranks in a ring of ring attention."""
         return max(self.context_parallel_degree // self.context_parallel_ulysses_degree, 1)
 
     @property
@@ -721,9 +688,8 @@ class Float8(Section):
     enable: bool = False
     """Compute the matrix products of linear layers in 8-bit floating point."""
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"] = "tensorwise"
-    """tensorwise: a scale per tensor; rowwise: a scale per row, more accurate; rowwise_with_gw_hp: like rowwise, with
-    weight gradients in the model's data type; mxfp8: a power of two as the scale of each 32 values (OCP Microscaling),
-    for compute capability 10.0 (Blackwell)."""
+    """tensorwise: a scale per tensor; rowwise: a scale per row, more accurate; rowwise_with_gw_hp: rowwise, with weight
+    gradients in the model's data type; mxfp8 (OCP Microscaling): a power of two per 32 values, for Blackwell."""
     emulate: bool = False
     """Round to float8 but multiply in the model's data type, for hardware without the recipe's products."""
     filter_fqns: list[str] = Field(default=[])
@@ -737,11 +703,9 @@ class Float8(Section):
 
 class Int8(Section):
     enable: bool = False
-    """Compute the matrix products of linear layers in 8-bit integers, with a scale per row and column (INT8
-    mixed-precision training)."""
+    """Compute the matrix products of linear layers in 8-bit integers (INT8), with a scale per row and column."""
     filter_fqns: list[str] = Field(default=[])
-    """Skip layers whose name contains one of these texts. The output head is always skipped, and so are layers whose
-    weight on a rank has a dimension that 16 does not divide."""
+    """Skip layers whose name contains one of these texts, and the layers that float8.filter_fqns always skips."""
 
 
 class ActivationCheckpoint(Section):
@@ -783,13 +747,11 @@ class Checkpoint(Section):
     last_save_in_hf: bool = False
     """After the last step, also write the weights as a Hugging Face folder, step-N-hf in the folder of checkpoints."""
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Data type of the weights of last_save_in_hf; auto: the data type of the released model that the run started from,
-    or training.dtype for random initial weights."""
+    """Data type of last_save_in_hf's weights; auto: that of the released initial weights, or else training.dtype."""
     async_mode: Literal["disabled", "async"] = "disabled"
     """async: copy the state to host memory and write it while training continues."""
     on_corrupt: Literal["stop", "previous"] = "stop"
-    """What to do if the newest checkpoint is damaged or incomplete. previous: rename it to step-N.damaged and resume
-    from the checkpoint before."""
+    """For a damaged or incomplete newest checkpoint. previous: rename it to step-N.damaged, and use an earlier one."""
     on_error: Literal["fail", "continue"] = "fail"
     """What to do if a checkpoint cannot be written. fail: end with status 1. continue: print the error, and train on to
     the next save; if the last save fails, the run still ends with status 1."""
@@ -810,20 +772,17 @@ class Validation(Section):
     freq: Count = 100
     """Steps between validations; the last step is always validated."""
     steps: Union[Literal[-1], Count] = 16
-    """Most global batches that a validation reads; each has as many sequences as a training step's. -1: the full
-    validation split. The first lines of a run say how much a validation reads."""
+    """Most global batches that a validation reads, each as large as a training step's; -1: the full split."""
     fraction: Fraction = 0.05
     """Fraction of documents in the validation split, if no split or path is set; training never reads them."""
     dataset_path: PathText = ""
-    """Files to validate on (text, json, parquet), of the same kind as training.dataset or the first of
-    training.datasets."""
+    """Files to validate on, of the same kind as training.dataset or the first of training.datasets."""
     dataset_split: str = ""
     """Split of a hub dataset to validate on; for a mixture, a split of the first dataset."""
     generate_prompts: list[str] = Field(default=[])
     """Prompts that are continued greedily after each validation; the texts are logged, also in TensorBoard."""
     generate_tokens: Count = 32
-    """Most tokens that continue a prompt, unless EOS ends it. Each token costs a forward of local_batch_size
-    sequences."""
+    """Most tokens that continue a prompt, until EOS. Each token costs a forward of local_batch_size sequences."""
 
 
 class Profiling(Section):
@@ -892,8 +851,7 @@ class Debug(Section):
     sdc_check_freq: CountOrZero = 0
     """Check for silent data corruption: steps between comparisons of replicas and of a step computed twice; 0: none."""
     fingerprint_freq: CountOrZero = 0
-    """Steps between fingerprints, by which `titanlite diff` finds where two runs first differ; 0: none. The first step
-    has a fingerprint, too."""
+    """Steps between fingerprints, which `titanlite diff` compares, from the first step on; 0: no fingerprints."""
 
 
 class Config(Section):
@@ -921,7 +879,6 @@ class Config(Section):
 
     @property
     def own(self) -> Parts:
-        """The user's own parts of the run, which no TOML file can name."""
         return self._own
 
     def with_own(self, own: Parts) -> Config:
@@ -969,8 +926,7 @@ class Config(Section):
 
     @property
     def hidden_shape(self) -> tuple[int, int]:
-        """Shape of the activations that one pipeline stage sends to the next: [tokens of a microbatch on a rank,
-        dim]."""
+        """Shape of the activations that a pipeline stage sends to the next: [tokens of a microbatch on a rank, dim]."""
         return self.tokens_of_forward // self.parallelism.tensor_parallel_degree, self.model.dim
 
     def replace(self, **values: Any) -> Config:
@@ -994,7 +950,6 @@ def _with_value(section: Any, item: tuple[str, Any]) -> Any:
 
 
 def stage_modules(config: Config) -> list[list[str]]:
-    """Return the names of the modules of each pipeline stage, in order."""
     parallelism, model = config.parallelism, config.model
     if parallelism.module_fqns_per_model_part:
         return parallelism.module_fqns_per_model_part

@@ -52,8 +52,7 @@ def options_from_hf(folder: Any) -> dict[str, Any]:
 
 
 def model_options(folder: Path) -> dict[str, Any]:
-    """Return the options of [model], except flavor and hf_assets_path, that describe the config.json in a folder.
-    Raises ConfigError with a line for each key that is wrong or not supported."""
+    """Return a folder's config.json as options of [model]. Raises ConfigError with a line for each unusable key."""
     config, model_type = _config_and_type(folder)
     family, problems = FAMILIES[model_type], config.problems
     reject_others(config, model_type, "any")
@@ -118,7 +117,6 @@ def _activation(config: JsonObject, model_type: str) -> str:
 
 
 def _own_options(config: JsonObject, model_type: str, dim: int) -> dict[str, Any]:
-    """Return the [model] options that only this model type has."""
     if model_type == "granite":
         scaling = config.number("logits_scaling", 1.0)
         return {
@@ -148,7 +146,6 @@ def _own_options(config: JsonObject, model_type: str, dim: int) -> dict[str, Any
 
 
 def _bias_options(config: JsonObject, model_type: str) -> dict[str, Any]:
-    """Return the [model] options for biases, from the keys that transformers reads for this model type."""
     family = FAMILIES[model_type]
     has_biases = model_type == "starcoder2" and config.boolean("use_bias", True)
     own = "all" if has_biases else family.options.get("attention_bias", "none")
@@ -161,12 +158,9 @@ def _bias_options(config: JsonObject, model_type: str) -> dict[str, Any]:
 def hf_config(
     model: Section, *, max_seq_len: int, torch_dtype: str, bos: int | None, eos: int | None
 ) -> dict[str, Any]:
-    """Return a config.json with which transformers computes what `model`, a section [model], does.
-
-    `max_seq_len` is the longest training sequence in tokens, `torch_dtype` the data type of the saved weights, as in
-    "bfloat16"; `bos` and `eos` are token ids, None if the tokenizer has none. Raises ConfigError if no model type of
-    transformers supports this combination of options.
-    """
+    """Return a config.json with which transformers computes what `model`, a section [model], does. `max_seq_len` is in
+    tokens, `torch_dtype` the saved weights' data type, as in "bfloat16"; `bos` and `eos` are token ids, None if there
+    are none. Raises ConfigError if no model type of transformers supports these options."""
     model_type = _model_type(model)
     family = FAMILIES[model_type]
     config: dict[str, Any] = {
@@ -212,8 +206,7 @@ def _rotary_keys(model: Section, model_type: str) -> dict[str, Any]:
 
 
 def _own_keys(model: Section, model_type: str) -> dict[str, Any]:
-    """Return the keys that only this model type has. pad_token_id is null where its default is a token, since
-    transformers would not train that token's embedding."""
+    """Return the keys that only this model type has, and pad_token_id = null where its default is a trained token."""
     if model_type == "granite":
         scale = model.attention_scale
         return {
@@ -234,7 +227,6 @@ def _own_keys(model: Section, model_type: str) -> dict[str, Any]:
 
 
 def folder_rules(model: Section, reject: Rejections) -> None:
-    """Reject checkpoint.last_save_in_hf if transformers has no family with the model's options."""
     try:
         hf_config(model, max_seq_len=1, torch_dtype="float32", bos=None, eos=None)
     except ConfigError as error:
@@ -268,8 +260,7 @@ def _model_type(model: Section) -> str:
 
 
 def _types_that_fit(model: Section) -> dict[str, bool]:
-    """Return, by model type, whether the type supports the model's options; only types with experts if it has
-    experts."""
+    """Return which model types fit a model's options: types with experts for a model with experts, otherwise others."""
     dense = [name for name, family in FAMILIES.items() if not family.experts]
     fits = {
         name: FAMILIES[name].allows(model) and layers_fit(model, name)

@@ -1,7 +1,6 @@
 """Conversion of the keys that only DeepSeek-V2's and -V3's config.json have: latent attention, experts, YaRN's factors.
 
-Moonlight and Kimi K2 are DeepSeek-V3 models. Keys that only concern training (aux_loss_alpha, seq_aux, ep_size) are not
-read. Missing keys get transformers' defaults.
+Moonlight and Kimi K2 are DeepSeek-V3 models. Keys of training (aux_loss_alpha, seq_aux, ep_size) are not read.
 """
 
 import math
@@ -17,8 +16,7 @@ WIDTHS = DEFAULTS["latents"]
 
 
 def deepseek_options(config: JsonObject, n_heads: int, n_layers: int, mscale_all_dim: float) -> dict[str, Any]:
-    """Return the [model] options that only DeepSeek models have. `config` has the values of config.json, and collects
-    the problems."""
+    """Return the [model] options that only DeepSeek models have. `config` also collects the problems."""
     model_type = config.values["model_type"]
     is_v2 = model_type == "deepseek_v2"
     reject_others(config, model_type, "deepseek")
@@ -90,9 +88,8 @@ def expert_options(config: JsonObject, n_dense: int, smallest: int = 2) -> dict[
 
 
 def yarn_factors(rope: JsonObject, scaling: float, attention_factor: float) -> dict[str, float]:
-    """Return rope_attention_factor and mscale_all_dim from YaRN's keys. `scaling` is the factor on wavelengths;
-    `attention_factor` is -1 if the file has none. Keys that transformers and DeepSeek's own code read differently are
-    rejected."""
+    """Return rope_attention_factor and mscale_all_dim from YaRN's keys, whose attention_factor is -1 if absent. Keys
+    that transformers and DeepSeek's own code read differently are rejected."""
     if scaling == 1:
         return {}
     absent = [key for key in ("mscale", "mscale_all_dim") if rope.values.get(key) in (None, 0)]
@@ -113,8 +110,7 @@ def yarn_magnitude(mscale: float, scaling: float) -> float:
 
 
 def deepseek_keys(model: Section, model_type: str) -> dict[str, Any]:
-    """Return the config.json keys that only DeepSeek models have. Raises ConfigError with a line for each option that
-    config.json cannot express."""
+    """Return the config.json keys that only DeepSeek models have. Raises ConfigError for an option without a key."""
     _check(model, model_type)
     mla, moe = model.mla, model.moe
     keys = {

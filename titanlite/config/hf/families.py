@@ -22,8 +22,8 @@ AMBIGUOUS = ("phi3", "glm", "ministral", "ministral3", "olmo2", "olmo3", "smollm
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A transformers model type: its class, its options, and its defaults of missing keys. n_kv_heads = None means as
-    many KV heads as query heads; head_dim = None means hidden_size / num_attention_heads."""
+    """A transformers model type: class, options, and defaults of missing keys. n_kv_heads = None means n_heads, and
+    head_dim = None means hidden_size / num_attention_heads."""
 
     architecture: str
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -93,8 +93,7 @@ def _own_of_gpt_oss(model: Section) -> set[bool]:
 
 
 def _routes(model: Section, own: bool = False, in_every_layer: bool = True, normalizes: bool = True) -> bool:
-    """Return whether a softmax over all experts routes tokens, as in all types except DeepSeek's and GLM-4.5; with
-    experts `in_every_layer`, and with scores divided by their sum (`normalizes`)."""
+    """Return whether routing is a softmax over all experts; if set, with experts in every layer, scores normalized."""
     moe = model.moe
     plain = moe.score_function == "softmax" and moe.score_scaling == 1 and not moe.n_shared_experts
     plain = plain and moe.n_groups_per_token == moe.n_groups and (moe.normalize_scores or not normalizes)
@@ -148,7 +147,6 @@ def unsupported_features(values: dict[str, Any]) -> list[str]:
 
 
 def _has(value: Any) -> bool:
-    """Return whether the value of a key turns its feature on."""
     if isinstance(value, list):
         return any(each != value[0] for each in value)
     neutral = (None, False, 0, 1, "silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast")

@@ -59,7 +59,6 @@ def _window(config: JsonObject, model_type: str) -> int:
 
 
 def _windowed(config: JsonObject, model_type: str, window: int, n_layers: int) -> list[bool]:
-    """Return, for each layer, whether it has a sliding window."""
     types = config.values.get("layer_types")
     if types is None:
         return [window > 0 and each for each in _default_windowed(config, model_type, n_layers)]
@@ -83,7 +82,6 @@ def _default_windowed(config: JsonObject, model_type: str, n_layers: int) -> lis
 
 
 def _rotated(config: JsonObject, n_layers: int) -> list[bool]:
-    """Return, for each layer of a SmolLM3, whether it has a rotary embedding."""
     layers, interval = config.values.get("no_rope_layers"), config.integer("no_rope_layer_interval", 4)
     if layers is None:
         return [(layer + 1) % interval != 0 for layer in range(n_layers)]

@@ -13,8 +13,7 @@ LONGROPE = {"su": "longrope", "yarn": "longrope"}
 
 
 def rope_options(config: JsonObject, theta: float, rotated: float | None) -> dict[str, Any]:
-    """Return the rotary options of a config.json, in either spelling; if a file has both, they must agree. `rotated` is
-    the model type's default share of a head's channels that are rotated; None: always all channels."""
+    """Return a config.json's rotary options, in either spelling. `rotated` is the default share of rotated channels."""
     spellings = [key for key in ("rope_scaling", "rope_parameters") if config.values.get(key) not in (None, {})]
     first, *second = spellings or ["rope_scaling"]
     options = rope_at(config, first, theta, rotated)
@@ -49,7 +48,6 @@ def rope_at(config: JsonObject, key: str, theta: float, rotated: float | None = 
 
 
 def _share(config: JsonObject, rope: JsonObject, rotated: float | None) -> dict[str, float]:
-    """Return partial_rotary_factor, the share of a head's channels that are rotated, if the model type has that key."""
     key = "partial_rotary_factor"
     if rotated is None:
         for holder in (rope, config):
@@ -101,8 +99,7 @@ def _longrope(config: JsonObject, rope: JsonObject) -> dict[str, Any]:
 
 
 def _original_length(config: JsonObject, rope: JsonObject) -> int:
-    """Return the sequence length before scaling; like transformers, prefer the key in config.json to the key in
-    `rope`."""
+    """Return the sequence length before scaling. transformers prefers a key in config.json to the key in `rope`."""
     key = "original_max_position_embeddings"
     holders = [each for each in (config, rope) if each.values.get(key) is not None]
     return holders[0].integer(key) if holders else config.integer("max_position_embeddings")
@@ -168,8 +165,7 @@ def hf_rope(model: Section, model_type: str = "") -> dict[str, Any]:
 
 
 def hf_rope_of_kinds(full: Section, local: Section) -> dict[str, Any]:
-    """Return the config.json keys, in both spellings, of the rotary embeddings of layers without (`full`) and with a
-    window (`local`)."""
+    """Return the config.json keys of the rotary embeddings of layers without (`full`) and with a window (`local`)."""
     keys = hf_rope(full)
     sliding = {"rope_theta": local.rope_theta, "rope_type": "default"}
     keys["rope_parameters"] = {"full_attention": keys["rope_parameters"], "sliding_attention": sliding}

@@ -16,8 +16,7 @@ LARGEST_FILE, LARGEST = 2**20, 2**31 - 1
 
 
 def read_json_object(file: Path, content: bytes | None = None) -> dict[str, Any]:
-    """Return the JSON object in a file, or in `content`. Raises ConfigError for a large or unreadable file, or no
-    object."""
+    """Return the JSON object in a file, or in `content`. Raises ConfigError if unreadable, too large or no object."""
     try:
         text = (read_file(file, LARGEST_FILE) if content is None else content).decode("utf-8-sig")
         value = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_key_twice)
@@ -61,7 +60,6 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    """Return a value for an error message, shortened to 80 characters."""
     text = "an object" if isinstance(value, dict) else "a list" if isinstance(value, list) else show(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
 
@@ -98,8 +96,7 @@ class JsonObject:
             self.reject(key, f"expected {show(value)}; {reason}", *reads)
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1, most: int = LARGEST) -> int:
-        """Return the integer at a key, or the default if the key is missing or null; without a default, it is
-        required."""
+        """Return the integer at a key, or the default if it is missing or null; without a default, it is required."""
         value = self.values.get(key)
         if value is None and default is not None:
             return default
