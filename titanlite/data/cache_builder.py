@@ -1,8 +1,5 @@
-"""Build the shards of a token cache that are missing or damaged.
-
-One run builds a cache, under a lock, and publishes each shard by renaming it; other runs wait for that run. If the run
-is killed, another run continues the build. Of a damaged cache, only the damaged shards are built again.
-"""
+"""Build the shards of a token cache that are missing or damaged. One run builds a cache, under a lock, and publishes
+each shard by renaming it. Other runs wait, and continue the build if that run is killed."""
 
 import contextlib
 import dataclasses
@@ -133,8 +130,7 @@ class CacheBuilder:
         return shard_builder.build_shard(*of_shard, self.tokenizer)
 
     def _build_shards(self, unclaimed: Iterator[int], builder: Any) -> None:
-        """Build shards from an iterator that all builders share. Raises FolderInUse if another run has taken the
-        lock."""
+        """Build shards from an iterator that all builders share. Raises FolderInUse if the lock is lost."""
         for number in unclaimed:
             if self.stopped.is_set():
                 return

@@ -17,9 +17,8 @@ MOST_UNREAD = 1000  # most names of unread columns that are remembered
 
 
 def open_dataset(source: Source) -> tuple[Iterable[Segment], str]:
-    """Return the segments of a dataset that is tokenized before training, and a fingerprint that changes with the
-    documents or their order. Raises ConfigError for a missing file, dataset, split or column, or an unreachable hub; an
-    unreadable file raises it when its segment is taken."""
+    """Return the segments of a dataset that is tokenized before training, and a fingerprint of its documents and their
+    order. Raises ConfigError if a file, dataset, split or column is missing, or the hub is unreachable."""
     options = source.training
     segments: Iterable[Segment]
     if source.is_files:
@@ -36,8 +35,8 @@ def open_dataset(source: Source) -> tuple[Iterable[Segment], str]:
 
 
 def open_stream(source: Source) -> tuple[list[Segment] | Any, str]:
-    """Open a dataset that is tokenized during training. Return the segments of its files, or a datasets.IterableDataset
-    of the hub, and a hash that identifies its documents and their order. Raises ConfigError as open_dataset does."""
+    """Open a dataset that is tokenized during training. Return its files' segments, or a datasets.IterableDataset, and
+    a fingerprint of documents and order. Raises ConfigError as open_dataset does."""
     options = source.training
     if source.is_files:
         segments, content = _open_files(source, with_times=False)
@@ -54,10 +53,9 @@ def read_documents(
     document_of: Callable[[dict[str, Any]], Any] | None = None,
     unread: set[str] | None = None,
 ) -> Iterator[tuple[int, Any]]:
-    """Yield, for each document of a segment, its text and the position of the next document. `document_of` makes one
-    text or several from a row's columns, or raises ValueError; None: the text is the only column. `unread` collects
-    names of other columns. Raises ConfigError for a row without text, TrainingError for a dataset that may be readable
-    later."""
+    """Yield where the next document begins, and this document's text, for each document of a segment. `document_of`
+    makes texts of a row's columns, or raises ValueError. `unread` collects other columns' names. Raises ConfigError for
+    a bad row, TrainingError for a dataset that may be readable later."""
     column = source.columns[0]
     if source.is_files:
         rows = read_rows(source.training, segment, source.columns)
@@ -108,8 +106,8 @@ def _open_files(source: Source, *, with_times: bool) -> tuple[Iterator[Segment],
 
 
 def content_hash(files: Sequence[Path], *, with_times: bool) -> str:
-    """Return a hash of files' content and order, whatever their paths: of small files all bytes, of large files the
-    size and evenly spaced samples. Modification times, which differ between copies, count only `with_times`."""
+    """Return a hash of files' content and order, not paths: of large files, the size and evenly spaced samples.
+    Modification times, which differ between copies, count only `with_times`."""
     content = hashlib.sha256()
     samples = min(SAMPLES, max(SAMPLES_OF_ALL // len(files), 2))
     for path in files:

@@ -2,8 +2,7 @@
 
 A segment is a range of a file's rows. The unit of its limits `begin` and `end` depends on the file:
 
-    text by line or paragraph, JSON lines    bytes of the uncompressed text; a row belongs to the segment in which it
-                                             begins
+    text by line or paragraph, JSON lines    bytes of uncompressed text; a row is in the segment where it begins
     parquet, JSON arrays                     rows
     text by document                         files: the file is one row, 0
 """
@@ -77,8 +76,8 @@ class BadRowError(Exception):
 
 
 def files_of(source: Source) -> list[Path]:
-    """Return the files that a path, folder or glob names, sorted alike on every machine. Of a folder or glob, print
-    which files are read and which are left out. Raises ConfigError if there is no file."""
+    """Return the files that a path, folder or glob names, in the same order on every machine, and print the choice
+    among several. Raises ConfigError if there is no file."""
     path = Path(os.path.expanduser(source.training.dataset_path))
     names, reasons, is_folder = {path.name: path}, dict[str, str](), path.is_dir()
     if is_folder or not path.exists():
@@ -129,7 +128,6 @@ def _listed(names: list[str]) -> str:
 
 
 def is_splittable(segment: Segment) -> bool:
-    """Return whether a segment may be divided at any number between `begin` and `end`."""
     return segment.end not in (1, END)
 
 
@@ -142,7 +140,6 @@ def _rows_are(training: Training, path: Path) -> str:
 
 
 def segment_of(training: Training, path: Path) -> Segment:
-    """Return the segment of all rows of a file. Raises ConfigError if the file cannot be read."""
     with errors_of(path), open_file(path) as file:
         end = size = path.stat().st_size
         if (rows := _rows_are(training, path)) == "parquet":
@@ -155,8 +152,8 @@ def segment_of(training: Training, path: Path) -> Segment:
 
 
 def read_rows(training: Training, segment: Segment, columns: Sequence[str]) -> Iterator[Row]:
-    """Yield the rows of a segment with some of their columns. Raises ConfigError, with file and row, for an invalid row
-    or a missing column, and TrainingError if the file may be readable later."""
+    """Yield the rows of a segment. Raises ConfigError, with file and row, for an invalid row or one without a column,
+    and TrainingError if the file may be readable later."""
     path = Path(segment.file)
     with errors_of(path):
         try:
@@ -224,7 +221,6 @@ UNPACKED = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open, "zstd": _unpa
 
 
 def _select(training: Training, row: Any, begin: int, end: int, columns: Sequence[str]) -> Row:
-    """Return a JSON object as a row with the columns that are read."""
     if not isinstance(row, dict):
         raise BadRowError(begin, f"expected a JSON object, found a value of type {type(row).__name__}")
     if not row.keys() >= {*columns}:
@@ -258,7 +254,6 @@ def _array_rows(training: Training, path: Path, segment: Segment, columns: Seque
 
 
 def rows_at_a_time(n_rows: int, n_bytes: int) -> int:
-    """Return how many rows are read together from a table of `n_rows` rows and `n_bytes` bytes."""
     return min(max(BYTES_AT_A_TIME * n_rows // max(n_bytes, 1), 1), 256)
 
 

@@ -37,8 +37,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def load(path: Path) -> Any:
-    """Return transformers' tokenizer of a folder, or of a single tokenizer.json, without code of the folder or
-    downloads."""
+    """Return transformers' tokenizer of a folder or tokenizer.json, without code of the folder or downloads."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # imported here, since only a worker needs it
 
     restart_time_limit()
@@ -52,9 +51,8 @@ def load(path: Path) -> Any:
 
 
 def join(chunks: list[np.ndarray], shared: list[np.ndarray]) -> tuple[np.ndarray, list[int]]:
-    """Return the tokens of a text from the tokens of its overlapping chunks, and the numbers of chunks that cannot be
-    joined to the chunk before. `shared` has the tokens of each overlap encoded alone: two chunks are joined where both
-    agree with these tokens."""
+    """Return a text's tokens from those of its overlapping chunks, and the numbers of chunks that do not fit the chunk
+    before. Two chunks are joined where both agree with `shared`, the tokens of the overlap alone."""
     parts, failed, begin = [], [], 0
     for number, (one, other, both) in enumerate(zip(chunks, chunks[1:], shared, strict=False), 1):
         middle, near = len(both) // 2, min(len(both) // 4, 64)
@@ -68,9 +66,8 @@ def join(chunks: list[np.ndarray], shared: list[np.ndarray]) -> tuple[np.ndarray
 
 class HuggingFaceTokenizer(Tokenizer):
     """Encodes text with transformers' tokenizer, on all cores. `prefix` and `suffix` are the tokens that transformers
-    adds to a text. EOS is the token that the tokenizer names, or else one of KNOWN_EOS; without any, raise ConfigError.
-    Special tokens spelled out in a text are encoded as ordinary text unless `special` is set, so that no text ends its
-    own document."""
+    adds to a text. EOS is the token that the tokenizer names, or one of KNOWN_EOS; without any, raise ConfigError. A
+    text that spells out special tokens cannot end its own document, unless `special` is set."""
 
     KNOWN_EOS = ("<|end_of_text|>", "</s>", "<|endoftext|>", "<eos>", "<|im_end|>")
 
@@ -124,8 +121,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return tokenizer
 
     def encode(self, texts: list[str], special: bool = False) -> list[np.ndarray]:
-        """Return the token ids of each text, uint32, without prefix and suffix. A text of more than CHUNK characters is
-        encoded in chunks, joined where no token depends on the split."""
+        """Return the token ids of each text, uint32, without prefix and suffix; encode a long text in chunks."""
         tokens: list[Any] = [None] * len(texts)
         limits = [[*range(0, max(len(text) - OVERLAP, 1), CHUNK), len(text)] for text in texts]
         known: dict[tuple[int, int, int], np.ndarray] = {}
@@ -146,13 +142,11 @@ class HuggingFaceTokenizer(Tokenizer):
         return tokens
 
     def encode_chunks(self, chunks: list[str], special: bool) -> list[Tokens]:
-        """Return the token ids of each chunk, encoded in one batch. Raises ConfigError for a text that fails."""
         encodings = self.encode_together(chunks, self.tokenizer if special else self.ordinary)
         # np.frombuffer of an array("I") is 3 times as fast as np.array of a list.
         return [np.frombuffer(array("I", encoding.ids), np.uint32) for encoding in encodings]
 
     def encode_together(self, texts: list[str], tokenizer: Any, *, with_offsets: bool = False) -> list[Any]:
-        """Return tokenizers' encodings of texts. Raises ConfigError for a text that cannot be encoded."""
         restart_time_limit()
         try:
             encode = tokenizer.encode_batch if with_offsets else tokenizer.encode_batch_fast

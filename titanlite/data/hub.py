@@ -31,7 +31,6 @@ def read(source: Source, items: Iterable[Any]) -> Iterator[Any]:
 
 
 def _problem(source: Source, what: str, error: BaseException) -> str:
-    """Return an error message about a dataset, with the innermost cause of the error."""
     while error.__cause__ is not None:
         error = error.__cause__
     reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300] or type(error).__name__}"

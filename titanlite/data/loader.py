@@ -29,8 +29,7 @@ class Batch(NamedTuple):
     positions: Tensor
     """Position of each token in its sequence or, with a document mask, in its document."""
     document_positions: Tensor | None = None
-    """With a document mask: positions in documents of the tokens in this rank's attention, [B, T / ring ranks], kept in
-    host memory, where sizes of attention calls are computed."""
+    """With a document mask: positions in documents of the tokens in attention, [B, T / ring ranks], in host memory."""
 
     def inputs(self) -> dict[str, Any]:
         """Return the arguments that every pipeline stage takes; only the first stage also takes the tokens."""
@@ -71,8 +70,7 @@ def collate(sequences: Iterable[Sequence], shard: SequenceShard, *, document_mas
 
 
 def count(sequences: Iterable[Sequence]) -> np.ndarray:
-    """Return the number of targets in some sequences, of masked targets, of padding, and of sequences that end within a
-    document: int64 [4]."""
+    """Return numbers of targets, masked targets, padding, and sequences that end within a document: int64 [4]."""
     targets = np.stack([sequence.targets for sequence in sequences])
     masks = targets == IGNORED, targets == PADDING, targets[:, -1] >= 0
     return np.array([targets.size, *map(np.sum, masks)])
@@ -81,10 +79,8 @@ def count(sequences: Iterable[Sequence]) -> np.ndarray:
 class Loader:
     """Returns this rank's batches, one optimizer step at a time, which a thread prepares ahead of the training.
 
-    Optimizer step s trains on sequences s G to s G + G - 1, where G is the global batch size. This rank takes its
-    `share`,
-    and `n_copies` ranks take the same share. `pin` puts batches into pinned memory. `state` is the result of
-    `Loader.state` when the run was saved, on any number of ranks.
+    Optimizer step s trains on sequences s G to s G + G - 1, where G is the global batch size. `n_copies` ranks take the
+    same `share` as this rank. `pin` puts batches into pinned memory. `state` is the `Loader.state` of a saved run.
     """
 
     def __init__(
@@ -148,7 +144,6 @@ class Loader:
         return batches
 
     def add(self, step_counts: list[float]) -> None:
-        """Add `step_counts`, summed over all ranks, after an optimizer step."""
         self.counts += np.rint(step_counts).astype(np.int64)
 
     def take_back(self, batches: list[Batch]) -> None:
@@ -176,8 +171,7 @@ class Loader:
 
 
 def n_validation_batches(sequences: SplitSequences, training: Training, validation: Validation, share: Share) -> int:
-    """Return how many batches each rank reads in a validation: the full split, or validation.steps global batches if
-    those are fewer. The layout does not change which sequences are read."""
+    """Return the batches per rank in a validation of at most validation.steps global batches, whatever the layout."""
     cap = sequences.n_sequences if validation.steps == -1 else validation.steps * training.global_batch_size
     return -(-min(sequences.n_sequences, cap) // (share.degree * training.local_batch_size))
 

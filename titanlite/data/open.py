@@ -47,8 +47,7 @@ def tokenizer_of_run(model: Model, checkpoint: Checkpoint, parallelism: Parallel
 def check_data(
     model: Model, checkpoint: Checkpoint, parallelism: Parallelism, training: Training, validation: Validation
 ) -> None:
-    """Raise ConfigError with a line for each unusable part of the data: tokenizer, chat template, files of datasets.
-    Names of datasets on the hub are not looked up."""
+    """Raise ConfigError with a line for each unusable tokenizer, chat template or file of a dataset."""
     tokenizers: list[Tokenizer] = []  # stays empty if the tokenizer is unusable
     sources = [each.source for each in token_caches(training, validation)]
     sources += [Source(training)] if training.streaming else []
@@ -81,10 +80,9 @@ Caches = list[tuple[CacheOfRun, TokenCache]]
 def open_sequences(
     tokenizer: Tokenizer, training: Training, validation: Validation, *, seed: int, builds_cache: bool
 ) -> tuple[Sequences | Mixture, SplitSequences | None, str]:
-    """Open the training split and, if enabled, the validation split, with the identity of the training data: runs of
-    equal identity (for mixtures, of equal mixture identity, too) have equal sequences at each global index. `seed`
-    shuffles epochs. On each node, the rank with `builds_cache` builds a missing token cache. Raises ConfigError for
-    data that is unreadable or too short."""
+    """Open the training split and, if enabled, the validation split. Also return the data's identity: runs with the
+    same identity (and the same mixture) have the same sequences, shuffled by `seed`. On each node, the rank with
+    `builds_cache` builds a missing token cache. Raises ConfigError for unreadable or too short data."""
     options = {"cache_folder": training.cache_folder, "builds_cache": builds_cache}
     needed = token_caches(training, validation)
     caches = [(each, open_cache(each.source, tokenizer, each.fraction, **options)) for each in needed]

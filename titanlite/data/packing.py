@@ -1,8 +1,5 @@
-"""Sequence packing: documents end to end, split into packed sequences that each have a global index.
-
-Packed sequence i is the tokens [i T, i T + T] of a flat array. So any rank can read any sequence, and one number is the
-position of a run in its data.
-"""
+"""Sequence packing: documents end to end, split into packed sequences with a global index. Packed sequence i is the
+tokens [i T, i T + T] of a flat array, so one number is the position of a run in its data."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
@@ -34,13 +31,12 @@ class Sequences(Protocol):
     """The training split as an endless order of packed sequences."""
 
     def read(self, first: int, stride: int) -> Iterator[tuple[Sequence, tuple[int, Any] | None]]:
-        """Yield the sequences first, first + stride, ..., without end. Each comes with the index of its streaming shard
-        and the shard's state after the sequence; or with None if the sequence's index is all state."""
+        """Yield sequences first, first + stride, ..., without end, with their streaming shard's index and state, if
+        any."""
 
 
 class Mixture(Sequences, Protocol):
-    """Sequences of several datasets (techniques/data/mixture.py). A `loader_state` is a Loader's, None at the start.
-    Streams and own data also have `resumed` and `state`."""
+    """Sequences of several datasets (techniques/data/mixture.py). A `loader_state` is a Loader's, None at the start."""
 
     identity: str
 
@@ -64,8 +60,7 @@ class SplitSequences(Protocol):
 
 
 def split_sequence(tokens: np.ndarray, tokenizer: Tokenizer) -> Sequence:
-    """Split the T + 1 tokens of a packed sequence into inputs and targets. The target of an EOS that ends a document is
-    ignored, since nothing predicts the next document."""
+    """Split T + 1 tokens into inputs and targets; the target of an EOS that ends a document is IGNORED."""
     inputs, targets = tokens[:-1].astype(np.int64), tokens[1:].astype(np.int64)
     ends = inputs == tokenizer.eos
     if tokenizer.bos is not None:
@@ -83,9 +78,8 @@ def positions_in_documents(ends: np.ndarray) -> np.ndarray:
 
 
 class PackedSequences:
-    """The training split as an endless order of packed sequences, the same for any number of ranks. `tokens` is a flat
-    array of token ids. With training.shuffle, (seed, epoch) determines an epoch's order. Too few tokens for one
-    sequence raise ConfigError."""
+    """The training split as an endless order of packed sequences, the same for any number of ranks. With
+    training.shuffle, (seed, epoch) determines an epoch's order. Raises ConfigError for too few tokens."""
 
     def __init__(self, tokens: Tokens | np.ndarray, tokenizer: Tokenizer, training: Training, *, seed: int):
         self.tokens, self.tokenizer, self.seq_len = tokens, tokenizer, training.seq_len

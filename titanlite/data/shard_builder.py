@@ -48,9 +48,8 @@ def spelled(tokenizer: Tokenizer, texts: list[str]) -> set[str]:
 
 
 def is_validation_document(shard: int, document: int, fraction: float) -> bool:
-    """Return whether a shard's document, counted from 0, belongs to the validation split: a fraction of documents,
-    evenly spaced, the same for every seed and layout. Shards have different phases, so that many small shards have the
-    fraction in total."""
+    """Return whether a shard's document, counted from 0, belongs to the validation split: an evenly spaced fraction,
+    whatever the seed and layout. Shards' phases differ, so that many small shards have the fraction in total."""
     phase = shard * 0.6180339887498949 % 1  # multiples of the golden ratio spread evenly
     return int(phase + (document + 1) * fraction) > int(phase + document * fraction)
 
@@ -65,9 +64,8 @@ def build_shard(
     tokenizer: Tokenizer,
     at: Callable[[str, int], None] = lambda file, begin: None,
 ) -> Shard:
-    """Tokenize segments into a new file. `report(bytes, tokens, names)` gets the bytes read and tokens since its last
-    call, and names of unread columns and message keys; `at(file, row)` gets the place that is read next. Raises
-    ConfigError or TrainingError for rows that cannot be read."""
+    """Tokenize segments into a new file. `report` gets bytes read and tokens since its last call, and unread names;
+    `at` gets the file and row that are read next. Raises ConfigError or TrainingError for unreadable rows."""
     unread, special = set[str](), options.source.training.special_tokens_in_text == "special"
     encode: Callable[[list[Any]], list[np.ndarray]] = functools.partial(encode_documents, tokenizer, special=special)
     document_of: Callable[[dict[str, Any]], list[str]] | None = None
@@ -112,8 +110,7 @@ def build_shard(
 def _batches(
     source: Source, segments: list[Segment], document_of: Any, unread: set[str], at: Any
 ) -> Iterator[tuple[list[str], int, tuple[str, int]]]:
-    """Yield batches of texts of BATCH characters or more, with approximate bytes in the files and the first row's
-    place."""
+    """Yield batches of texts of BATCH characters or more, their approximate bytes in the files, and their place."""
     texts, size, n_bytes, first = list[str](), 0, 0.0, ("", 0)
     for segment in segments:
         position = segment.begin
@@ -194,8 +191,8 @@ def write_shard(path: Path, dtype: DType, documents: Iterable[tuple[Split, np.nd
 
 
 def read_shard(path: Path, dtype: DType) -> Shard:
-    """Return a shard's description from its file. Raises FileNotFoundError if there is none, ConfigError if the file is
-    untrusted or of another dataset, and DamagedShardError if it is no shard of this data type."""
+    """Return a shard's description. Raises FileNotFoundError without a file, ConfigError if the file is untrusted or of
+    another dataset, and DamagedShardError if it is no shard of this data type."""
     token_shards.regular_file(path)
     with open_file(path) as file:
         header = file.read(HEADER)

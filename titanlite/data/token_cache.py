@@ -60,10 +60,9 @@ def open_cache(
     builds_cache: bool,
     verifies: bool = False,
 ) -> TokenCache:
-    """Return the token cache of a dataset. On each node, the rank with `builds_cache` builds missing and damaged
-    shards, and the other ranks wait; with `verifies`, it compares a large cache with its checksums, too. Every rank
-    must call this. Raises ConfigError for an unreadable dataset, or an unwritable or untrusted folder; TrainingError if
-    the dataset may be readable later, or the disk damages written data."""
+    """Return the token cache of a dataset. The rank with `builds_cache`, one per node, builds missing and damaged
+    shards; with `verifies`, it also checks a large cache. Every rank must call this. Raises ConfigError for an
+    unreadable dataset, an unwritable or untrusted folder; TrainingError for errors that may pass, or a bad disk."""
     segments, template = list[Segment](), template_of(source.training)
     rows = tokenizer.rows if tokenizer.rows and tokenizer.vocab_size > tokenizer.rows.n else None
 
@@ -129,7 +128,6 @@ def _of_builder(find: Callable[[], str], builds_cache: bool) -> str:
 
 
 def _wait(folder: Path, dtype: DType) -> Index:
-    """Wait until another rank has built the token cache, and return its index."""
     reports = dist.get_node_local_rank(fallback_rank=1) == 1  # a single waiting rank per node
     with progress("waiting until another rank has built the token cache", enabled=reports):
         while True:  # no collective, which would time out while others tokenize
@@ -139,8 +137,7 @@ def _wait(folder: Path, dtype: DType) -> Index:
 
 
 def _complete_cache(folder: Path, dtype: DType, option: str, *, verifies: bool) -> TokenCache | None:
-    """Return the cache if all shards have the right size and, in a small cache or with `verifies`, the right checksums.
-    Otherwise remove the wrong files, and return None."""
+    """Return the cache if its shards have the right sizes and, if verified, checksums; else remove wrong files."""
     try:
         cache = TokenCache(folder, token_shards.read_index(folder, dtype), is_builder=True)
         cache.check_sizes()

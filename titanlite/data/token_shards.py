@@ -94,7 +94,6 @@ class RecordWithChecksum(Record):
     """The checksum of all other fields of the file."""
 
     def checksum(self) -> str:
-        """Return the right value of xxh3_64."""
         return checksum(json.dumps(self.model_dump(exclude={"xxh3_64"})).encode())
 
     def publish(self, path: Path) -> None:
@@ -123,8 +122,8 @@ def shard_name(number: int) -> str:
 
 
 def check_trusted(path: Path) -> os.stat_result:
-    """Return the status of a file or folder. Raises ConfigError unless only this user or root owns and writes it, since
-    a writer chooses what is trained on; FileNotFoundError if there is none."""
+    """Return the status of a file or folder that only this user or root owns and may write, since whoever writes it
+    chooses what is trained on; else raise ConfigError. Raises FileNotFoundError if there is none."""
     status = path.lstat()
     if status.st_uid not in (os.geteuid(), 0):
         try:
@@ -141,8 +140,8 @@ def check_trusted(path: Path) -> os.stat_result:
 
 
 def check_folder_trusted(folder: Path) -> os.stat_result:
-    """Return a folder's status as check_trusted does, and check its parents: who writes a parent could replace the
-    folder. In a parent with the sticky bit, such as /tmp, only an entry's owner could."""
+    """Return a folder's status as check_trusted does, and check its parents, whose writers could replace the folder.
+    Where a parent has the sticky bit, such as /tmp, only an entry's owner could."""
     for parent in {*folder.absolute().parents, *folder.resolve().parents}:
         status = parent.lstat()
         others = stat.S_IWOTH if _is_own_group(status.st_gid) else stat.S_IWOTH | stat.S_IWGRP
@@ -190,8 +189,8 @@ def check_size(path: Path, expected: int) -> None:
 
 
 def read_record(file: Path, kind: type[_Record]) -> _Record:
-    """Return the record in a file. Raises FileNotFoundError if there is none, ConfigError for an untrusted file or
-    folder, and DamagedShardError for another content or checksum."""
+    """Return the record in a file. Raises FileNotFoundError without a file, ConfigError if the file or its folder is
+    untrusted, and DamagedShardError for other content or a wrong checksum."""
     if not stat.S_ISDIR(check_folder_trusted(file.parent).st_mode):
         raise DamagedShardError("it is not a folder")
     size = regular_file(file)
@@ -236,8 +235,8 @@ class TokenCache:
         return Tokens(self, split)
 
     def read(self, number: int, tensor: str, begin: int, end: int) -> np.ndarray:
-        """Return a slice of a shard's tensor, up to the tensor's end. Raises TrainingError if the shard cannot be read,
-        or is damaged; a damaged shard is removed, so that the next start builds it again."""
+        """Return a slice of a shard's tensor. Raises TrainingError if the shard cannot be read now, or is damaged; a
+        damaged shard is removed, so that the next start builds it again."""
         dtype = np.dtype("uint32" if tensor.endswith("_documents") else self.index.dtype).newbyteorder("<")
         first, last = self._places[number][tensor]
         first, last = first + begin * dtype.itemsize, min(first + end * dtype.itemsize, last)
@@ -253,13 +252,11 @@ class TokenCache:
             raise cannot_read(str(path), error) from None
 
     def check_sizes(self) -> None:
-        """Raise DamagedShardError if a shard is missing or has another size."""
         for number, shard in enumerate(self.index.shards):
             check_size(self.folder / shard_name(number), shard.file_size(self.index.dtype))
 
     def verify(self, advance: Callable[[int], None]) -> list[str]:
-        """Verify all blocks of all shards, remove damaged shards, and return a problem for each. `advance` is called
-        with the number of bytes read since its last call."""
+        """Verify all blocks, remove damaged shards, and return the problems. `advance` gets the bytes of each read."""
         problems = []
         for number, places in enumerate(self._places):
             n_bytes, _ = places["checksums"]
@@ -317,7 +314,6 @@ class Tokens:
         return int(self._ends[-1])
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        """Return a slice without a step."""
         begin, end, _ = part.indices(len(self))
         end = max(begin, end)
         first, last = np.searchsorted(self._ends, (begin, end - 1), side="right").tolist()

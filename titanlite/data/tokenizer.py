@@ -52,18 +52,17 @@ class Tokenizer(Protocol):
 
     @property
     def bos(self) -> int | None:
-        """The first token of `prefix`, if there is one."""
         return next(iter(self.prefix), None)
 
     def encode(self, texts: list[str], special: bool = False) -> list[np.ndarray]:
-        """Return the token ids of each text, uint32, without prefix and suffix. With `special`, special tokens that a
-        text spells out are encoded as special tokens, otherwise as ordinary text."""
+        """Return the token ids of each text, uint32, without prefix and suffix. With `special`, texts may spell out
+        special tokens."""
 
     def decode(self, tokens: list[int]) -> str:
         """Return the text of tokens. Special tokens have no text."""
 
     def fit(self, rows: Rows) -> "Tokenizer":
-        """Set the rows of a model. Raises ConfigError if the model has no row for BOS or EOS."""
+        """Return this tokenizer with the rows of a model. Raises ConfigError if the model has no row for BOS or EOS."""
         self.rows = rows
         rows.require("BOS", self.prefix)
         rows.require("EOS", [self.eos])
@@ -96,8 +95,7 @@ class ByteTokenizer(Tokenizer):
 
 
 def encode_documents(tokenizer: Tokenizer, texts: list[str], special: bool = False) -> list[np.ndarray]:
-    """Return the token ids of each document, uint32, with the tokenizer's prefix and suffix, and EOS. A `special` text
-    gets only those of these tokens that it lacks."""
+    """Return each document's token ids, uint32, with prefix, suffix and EOS, unless `special` texts contain them."""
     begin, end = tokenizer.prefix, tokenizer.suffix
     end = end if end[-1:] == [tokenizer.eos] else [*end, tokenizer.eos]
     documents = []
@@ -109,8 +107,7 @@ def encode_documents(tokenizer: Tokenizer, texts: list[str], special: bool = Fal
 
 
 def encode_prompts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    """Return the tokens of each prompt, with prefix and suffix. Raises ConfigError for a prompt without tokens or with
-    a token that the model lacks."""
+    """Return the tokens of each prompt. Raises ConfigError for an empty prompt, or a token that the model lacks."""
     prompts = [[*tokenizer.prefix, *tokens.tolist(), *tokenizer.suffix] for tokens in tokenizer.encode(texts)]
     for text, prompt in zip(texts, prompts, strict=True):
         if not prompt:
@@ -121,6 +118,5 @@ def encode_prompts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
 
 
 def continuation(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
-    """Return the text of the tokens after a prompt. They are decoded together, since some decoders drop a text's first
-    space."""
+    """Return the text of the tokens after a prompt; both are decoded, since some decoders drop a text's first space."""
     return tokenizer.decode([*prompt, *tokens])[len(tokenizer.decode(prompt)) :]

@@ -1,9 +1,8 @@
 """A worker process with limits of memory and time, which handles untrusted data: tokenizers' files, chat templates,
-rows, and footers of parquet files. It runs worker_process.py, and ends with its parent.
+rows, and footers of parquet files. Its program is worker_process.py.
 
 A message is a line: a name and JSON. A call names a function of titanlite, whose annotations the arguments and the
-result are checked against. So a file that takes over the worker can make it answer with wrong tokens, but not with
-code.
+result are checked against. So a file that takes over a worker can make it send wrong tokens, but no code.
 """
 
 import contextlib
@@ -94,9 +93,8 @@ class Worker:
         received: Callable[..., None] = lambda *content: None,
         subject: str = "",
     ) -> Any:
-        """Return what a function returns in the worker. Raises what the function raises, and ConfigError if the worker
-        crashes or exceeds its limits: `subject` (by default the tokenizer's files), the reason and `where`. `received`
-        is called with each message before the result."""
+        """Return what a function returns in the worker. Raises what it raises, and ConfigError if the worker crashes or
+        exceeds its limits, with `subject` (default: the tokenizer) and `where`. `received` gets earlier messages."""
         types, result = types_of(function)
         content, problem = types.dump_json(arguments), ""
         with self._lock:
@@ -134,5 +132,4 @@ class Worker:
 
 
 def send(kind: str, content: Any) -> None:
-    """Send a message from the worker before the result."""
     write(sys.__stdout__.buffer, kind, MESSAGES[kind].dump_json(content))

@@ -31,8 +31,7 @@ def read_footer(_: Any, file: Path) -> None:
 
 
 def readable_footers(files: Iterable[Path]) -> Iterator[Path]:
-    """Yield the parquet files, once a worker has read the footer. Raises ConfigError for a footer that crashes
-    pyarrow."""
+    """Yield parquet files whose footers a worker has read. Raises ConfigError for a footer that crashes the worker."""
     with contextlib.closing(Worker()) as worker:
         for file in files:
             worker.call(read_footer, file, subject=f"{file}: reading its footer")
