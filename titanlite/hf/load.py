@@ -63,12 +63,10 @@ QUANTIZED = re.compile(r"(scales?|scale_inv|zero_point|qzeros|qweight|g_idx|absm
 
 
 def load_hf_weights(folder: Path, model: nn.Module, options: Model) -> None:
-    """Load the weights of a Hugging Face folder into this rank's modules, plain tensors or DTensors of any placement.
-
+    """Load a Hugging Face folder's weights into this rank's modules, as plain tensors or DTensors of any placement.
     Weights are cast to their parameters' dtypes. `options` is the section [model] of the full model, of which `model`
-    may be a pipeline stage. The ranks do not communicate: the caller must make them agree on whether one raised. Raises
-    ConfigError for the folder of another model or an unreadable file (then no weight has changed), and for a number
-    that is NaN or infinite."""
+    may be a pipeline stage. The caller must make the ranks agree on whether one raised. Raises ConfigError for another
+    model's folder or an unreadable file (then no weight has changed), and for a number that is NaN or infinite."""
     parameters, files = named_weights(model), tensor_files(folder)
     of_folder = _shapes_in(files, options)
     is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
@@ -117,8 +115,7 @@ def _print_new_rows(folder: Path, grows: Mapping[str, Path], n_rows: int) -> Non
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor in a Hugging Face folder. Raises ConfigError without safetensors or a valid
-    index."""
+    """Return the file of each tensor in a Hugging Face folder. Raises ConfigError without a valid index or file."""
     single, index = folder / SINGLE, folder / INDEX
     if single.is_file() and index.is_file():
         raise ConfigError([f"{folder}: has both {SINGLE} and {INDEX}; remove the one that is not of this model"])
@@ -147,8 +144,8 @@ def name_in(files: Mapping[str, Path], name: str) -> str:
 
 
 def _without_predictors(folder: Path, files: dict[str, Path], *, prints: bool) -> dict[str, Path]:
-    """Return a DeepSeek-V3's tensors, except those of layers for multi-token prediction, which come after the last
-    layer. Raises ConfigError if rows of queries and keys are in another order."""
+    """Return a DeepSeek-V3's tensors without layers for multi-token prediction. Raises ConfigError for another row
+    order."""
     config = read_json_object(folder / "config.json")
     if config.get("rope_interleave") is False:
         problem = "rope_interleave = false: expected true, neighbouring rows of queries and keys rotated together"
@@ -193,8 +190,7 @@ def first_of(names: list[str]) -> str:
 
 
 def _file_problems(file: Path, shapes: dict[str, torch.Size], grows: set[str]) -> list[str]:
-    """Return a line for each tensor that a file lacks, or has with another dtype or shape; `grows` may have fewer
-    rows."""
+    """Return a line for each tensor that a file lacks, or has with a wrong dtype or, unless in `grows`, shape."""
     problems = []
     try:
         with open_safetensors(file) as tensors:
@@ -253,8 +249,8 @@ def _check_tied(files: dict[str, Path], embedding: nn.Parameter, options: Model)
 
 @torch.no_grad()
 def _fill(parameter: Tensor, name: str, files: dict[str, Path], options: Model) -> None:
-    """Copy this rank's shard of the tensors in `files` into a parameter. Each parameter opens the files anew, since all
-    data read from a file stays in memory until the file is closed."""
+    """Copy this rank's shard of tensors into a parameter. Files are opened anew, since they keep what was read in
+    memory."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if local.numel() and is_stacked(name, options):
         with contextlib.ExitStack() as stack:

@@ -28,8 +28,7 @@ _TABLES = read_toml(str(Path(__file__).with_name("names.toml")))
 MODULES: dict[str, str] = _TABLES["modules"]
 """Name of each module in transformers."""
 EXPERTS: dict[str, list[str]] = _TABLES["experts"]
-"""Names of each tensor of experts in Qwen3-MoE, OLMoE and DeepSeek, and in Mixtral; {} is the number of an expert,
-since transformers has a tensor per expert."""
+"""Names of experts' tensors in Qwen3-MoE, OLMoE and DeepSeek, and in Mixtral; {} is the number of an expert."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +69,7 @@ def names_of(model: Model) -> Names:
 
 
 def tensor_shapes(model: Model) -> dict[str, torch.Size]:
-    """Return the shapes of the full model's parameters (a tied embedding is one) and of the biases that balance
-    experts."""
+    """Return the shapes of the full model's parameters, tied embeddings once, and of experts' balance biases."""
     return {name: tensor.shape for name, tensor in named_weights(build_llama(model, max_seq_len=1)).items()}
 
 
@@ -117,8 +115,7 @@ def hf_names(name: str, model: Model) -> list[str]:
 
 
 def is_stacked(name: str, model: Model) -> bool:
-    """Return whether transformers also stacks the experts of a tensor, as in gpt-oss, whose experts alone have
-    biases."""
+    """Return whether transformers also stacks a tensor's experts: only gpt-oss's, which alone have biases."""
     return model.moe.expert_bias and ".experts." in name
 
 
@@ -129,8 +126,7 @@ def is_transposed(name: str, model: Model) -> bool:
 
 
 def rotated_channels(name: str, model: Model) -> int:
-    """Return how many of a head's first channels have another row order in transformers; 0: the tensor keeps its
-    order."""
+    """Return how many of a head's first channels have another row order in transformers; 0: none."""
     layer, module, _ = _split(name)
     if model.mla.kv_lora_rank or names_of(model).neighbours or module not in ROTATED:
         return 0
@@ -150,8 +146,7 @@ def _rows(name: str, model: Model) -> slice:
 
 
 def hf_rows(name: str, rows: Tensor, model: Model) -> Tensor:
-    """Return the rows of a transformers tensor, before any transposition, that are these rows of this model's
-    tensor."""
+    """Return the rows of a transformers tensor, before any transposition, that are `rows` of a tensor."""
     if rotated := rotated_channels(name, model):
         channel = rows % model.head_dim
         there = rows - channel + channel // 2 + channel % 2 * (rotated // 2)
@@ -184,8 +179,7 @@ def to_hf(names: Sequence[str], tensors: Sequence[Tensor], model: Model) -> Tens
 
 
 def hf_tensors(model: Model, names: Iterable[str]) -> dict[tuple[str, ...], list[str]]:
-    """Return, by the names of a transformers tensor or of a layer's expert tensors, this model's tensors in it, by
-    row."""
+    """Return this model's tensors, by row, in each transformers tensor, or in all tensors of a layer's experts."""
     found: dict[tuple[str, ...], list[str]] = {}
     for name in names:
         found.setdefault(tuple(hf_names(name, model)), []).append(name)

@@ -63,8 +63,7 @@ def from_hf(name: str, tensor: Tensor) -> Tensor:
 
 
 def read(name: str, slices: Sequence[Any], experts: Tensor, rows: Tensor, columns: Tensor | None) -> Iterator[Tensor]:
-    """Yield this rank's shard of each expert's weight. `slices` are safetensors slices of the tensor, or of its blocks
-    and scales. `columns` is None for a bias."""
+    """Yield this rank's shard of each expert's weight, or bias (`columns` None), from safetensors slices."""
     _, step, first = TENSORS[_split(name)[0]]
     there, own = cover(rows * step + first)
     columns_there, own_columns = (slice(0, 0), None) if columns is None else cover(columns)

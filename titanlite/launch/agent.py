@@ -113,8 +113,8 @@ class Agent(LocalElasticAgent):
         return ranks_store(group.master_addr, group.master_port, timeout_seconds=3)
 
     def _record(self, rank: int, status: int) -> str:
-        """Record the failure of a rank that could not record it itself, so that all ranks end. Return the message to
-        print after their end; "" if the rank was to stop, or another rank failed first."""
+        """Record the failure of a rank that could not record it itself, so that all ranks end. Return a message to
+        print later; "" if the rank was to stop, or another rank failed first."""
         is_alone = self.get_worker_group().workers[0].world_size == 1
         if status == 2 or (status == 1 and (self.signals.stopping or is_alone)):
             return ""
@@ -166,8 +166,7 @@ def run_ranks(
 
 
 def rendezvous(environment: Mapping[str, str]) -> tuple[RendezvousParameters, str]:
-    """Return torchrun's rendezvous, and this node's address. Raises ConfigError if MASTER_ADDR gets no address within a
-    minute, which a cluster may need to name its nodes."""
+    """Return torchrun's rendezvous, and this node's address. Raises ConfigError without an address of MASTER_ADDR."""
     least, _, most = (environment.get("NNODES") or "1").partition(":")
     if (most or least) == "1":  # without localhost, torch asks DNS for the node's own name
         address = "localhost"
@@ -199,8 +198,7 @@ def _address_towards(host: str, port: int, seconds: float = 60.0) -> str:
 
 
 def _watch(agent: Agent, signals: LauncherSignals, finished: threading.Event) -> None:
-    """Pass a stop on to ranks that start after it. End the launcher some time after its ranks, since the agent may wait
-    for other nodes in vain."""
+    """Pass a stop on to ranks that start later. After all ranks, end the launcher, which may wait in vain."""
     ended_since = None
     while not finished.wait(0.2):
         signals.pass_on()
@@ -217,8 +215,7 @@ def _watch(agent: Agent, signals: LauncherSignals, finished: threading.Event) ->
 
 
 def _kill_stopped_ranks(agent: Agent, finished: threading.Event) -> None:
-    """Kill this node's ranks that outlive a recorded failure, since a stopped or hanging rank cannot end by itself.
-    This is a separate thread, since the store may not answer."""
+    """Kill this node's ranks that outlive a recorded failure, in a thread, since the store may not answer."""
     port, store = None, None
     while not finished.wait(2):
         with contextlib.suppress(Exception):  # there is no store yet, or no longer
@@ -230,7 +227,7 @@ def _kill_stopped_ranks(agent: Agent, finished: threading.Event) -> None:
 
 
 def status_of(pid: int) -> int | None:
-    """Return the exit status of a child process without reaping it; 0 if already reaped, None if running or unknown."""
+    """Return a child process's exit status without reaping it; 0 if already reaped, None if running or unknown."""
     if not hasattr(os, "waitid"):  # macOS
         return None
     try:

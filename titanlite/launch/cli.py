@@ -87,8 +87,7 @@ def run(name: str, arguments: list[str]) -> int:
 
 
 def run_command(name: str, arguments: list[str]) -> int:
-    """Run a subcommand's module and return its status; for a wrong config or argument, print the problems and return
-    2."""
+    """Run a subcommand's module and return its status; print the problems of a wrong config or argument."""
     try:
         if odd := next((text for text in [name, *arguments] if printable(text, "\t\n") != text), ""):
             raise ConfigError([f"command line: {odd}: expected UTF-8 without control characters"])

@@ -97,11 +97,9 @@ class FolderLock:
     advice: str
     """The end of the message about a folder in use: what to do."""
     lost: Callable[[str], None]
-    """Called once with a message, in the heartbeat's thread, if another process took over the lock, after this process
-    was suspended, or cut off from the file system, for longer than `patience`."""
+    """Called with a message, in the heartbeat's thread, if another process took over the lock."""
     take_over: bool = True
-    """Whether to take over a lock of another node whose heartbeat has stopped. Dead locks of this node are always
-    taken."""
+    """Whether to take over locks of other nodes without heartbeat; dead locks of this node are always taken."""
     beat_seconds: float = 5.0
     patience: int = 6
     """Number of heartbeats without which the holder of a lock counts as dead."""
@@ -144,8 +142,8 @@ class FolderLock:
         return _token(_read(self.path)) == self.token
 
     def _is_settled(self) -> bool:
-        """Return whether this process still holds the lock after a moment, in which a process that had found the dead
-        lock may rename the new lock (_withdraw), and a third process may create another lock."""
+        """Return whether this process still holds the lock after a moment, in which another process may rename its lock
+        (_withdraw), and a third process may create another one."""
         time.sleep(min(self.beat_seconds / 2, 0.1))
         return self.is_held()
 
@@ -174,8 +172,7 @@ class FolderLock:
 
     def _withdraw(self, found: bytes | None) -> None:
         """Remove the lock file if its content is still `found`. Rename it first: of two processes that remove the same
-        dead lock, the later one must not remove the earlier one's new lock. A lock created in between is not
-        _is_settled."""
+        dead lock, the later one must not remove the new lock of the earlier one."""
         aside = self.path.with_name(f"{self.path.name}.{self.token}.old")
         with contextlib.suppress(FileNotFoundError):
             os.rename(self.path, aside)
@@ -226,8 +223,7 @@ class FolderLock:
                     return
 
     def _beat(self) -> Holder | None:
-        """Increase the lock file's counter, or restore a missing or damaged file. Return a process that took the lock
-        over."""
+        """Increase the lock file's counter, or restore a damaged file. Return a process that took the lock over."""
         self._beats += 1
         found = _read(self.path)
         holder = _parse(found)

@@ -50,8 +50,7 @@ VARIABLES = {
 
 
 def ranks_wanted(loaded: LoadedConfig[Config], environment: Mapping[str, str], n_devices: int) -> int:
-    """Return the number of ranks on all nodes: NGPU per node if it is set, else the product of the degrees; with the
-    shard degree -1, one rank per device."""
+    """Return the number of ranks on all nodes: NGPU per node, the product of the degrees, or one per device."""
     _, nodes = nodes_of(environment)
     if environment.get("NGPU"):
         return nodes * count(environment, "NGPU", 1)
@@ -105,8 +104,7 @@ def load_and_check(argv: list[str], use: Callable[[LoadedConfig[Config]], Any]) 
 
 
 def count_devices() -> int:
-    """Return the number of this node's accelerators; only where a driver is installed, torch is imported to count
-    them."""
+    """Return the number of this node's accelerators; torch, which is slow, is imported only if there is a driver."""
     if not shutil.which("nvidia-smi") and not Path("/dev/kfd").exists():
         return 0
     import torch
@@ -132,8 +130,7 @@ def text_of(environment: Mapping[str, str], name: str, default: str = "") -> str
 
 
 def require_place(environment: Mapping[str, str], ranks: int = 1) -> None:
-    """Raise ConfigError for a wrong variable of a launch or of this node's ranks, or if several nodes are launched
-    without this node's rank and the first node's address."""
+    """Raise ConfigError if variables of the launch are wrong, or several nodes lack NODE_RANK or MASTER_ADDR."""
     nodes = nodes_of(environment)[1]
     missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if not environment.get(name)]
     if missing and nodes > 1:
@@ -148,8 +145,8 @@ def require_place(environment: Mapping[str, str], ranks: int = 1) -> None:
 
 
 def launch_variables(loaded: LoadedConfig[Config]) -> dict[str, str]:
-    """Write the config for the ranks, and return the environment variables that name their launcher, config and log
-    folder. Raises ConfigError if the folder cannot be written."""
+    """Write the config for the ranks, and return the environment variables of ranks. Raises ConfigError if that
+    fails."""
     dump_folder = loaded.config.job.dump_folder
     folder = Path(dump_folder) / "logs"
     try:

@@ -43,8 +43,7 @@ def available_cores() -> int:
 
 
 class Signals:
-    """The signals that this process has received. A thread reads them, so that signals work even during a call in the
-    main thread that never returns."""
+    """The signals that this process has received, which a thread reads, since the main thread may hang."""
 
     def __init__(self) -> None:
         self.stopping, self.saves, self.answered_saves = False, 0, 0
@@ -141,9 +140,8 @@ log = 2
 
 
 def prepare(*, is_command: bool) -> None:
-    """Make a process independent of its environment: remove a rank's variables that a notebook has left to a command,
-    open closed standard streams, escape characters that a stream cannot encode, and give a user without an account the
-    name and the home that libraries ask for."""
+    """Make a process independent of its environment: remove a notebook's variables of ranks, open closed standard
+    streams, escape characters that a stream cannot encode, and give an unknown user a name and a home."""
     keep_children_safe()
     if "TORCHELASTIC_RUN_ID" not in os.environ and (is_command or "WORLD_SIZE" not in os.environ):
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
@@ -178,8 +176,7 @@ def start_rank() -> None:
 
 
 def retain_freed_memory() -> None:
-    """Let glibc keep freed memory for the next step, instead of returning large blocks to the kernel, which would map
-    and clear their pages anew. Without glibc, do nothing."""
+    """Let glibc keep freed memory for the next step: the kernel would map and clear returned pages anew."""
     with contextlib.suppress(AttributeError, OSError):
         for parameter in (-3, -1):  # malloc.h: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
             ctypes.CDLL(None).mallopt(parameter, 2**31 - 1)
@@ -212,8 +209,7 @@ def _end_with_parent() -> None:
 
 
 def keep_log(folder: str) -> None:
-    """Write this rank's output to a file from now on, and to the console only if LOG_RANK names the rank or torchrun
-    started it. A second call does nothing."""
+    """Write this rank's output to a file, and to the console only if LOG_RANK names the rank or torchrun started it."""
     global console, log
     if log != 2 or console != 2:
         return
@@ -242,8 +238,7 @@ _stalled: set[int | IO[str]] = set()
 
 
 def takes_text(file: int | IO[str]) -> bool:
-    """Return whether a file takes text now. Wait once for a stalled terminal or pipe; until it recovers, its text is
-    lost."""
+    """Return whether a file takes text now. A stalled terminal or pipe is waited for once, and then loses text."""
     poll = select.poll()
     with contextlib.suppress(ValueError):  # the stream has no file descriptor
         poll.register(file, select.POLLOUT)
@@ -262,8 +257,8 @@ def append(file: int, text: str) -> None:
 
 
 def print_to_console(text: str, *, hidden: bool = False) -> None:
-    """Write text to the user's console, even from a rank whose lines are hidden, and to the rank's log; with `hidden`,
-    to the log only. Control characters are escaped, since the text may be untrusted."""
+    """Write text, escaped since it may be untrusted, to the user's console, even from a rank whose lines are hidden,
+    and to the rank's log; with `hidden`, to the log only."""
     from titanlite.config.loader import printable  # imported here, after signals are handled
 
     text = printable(text, keep="\n\t")

@@ -51,9 +51,8 @@ def options_of_run(config: Section) -> dict[str, Any]:
 def process_group(
     launch: Launch, comm: Comm, dump_folder: str, options: Mapping[str, Any] | None = None
 ) -> Iterator[None]:
-    """Start the process group of all ranks, and destroy it after the with block. After a timeout, NCCL's flight
-    recorder dumps its last collectives to `dump_folder`. Raises ConfigError if `options` or the package differ between
-    ranks."""
+    """Start the process group of all ranks, and destroy it after the with block. A timeout dumps NCCL's last
+    collectives to `dump_folder`. Raises ConfigError if `options` or the package differ between ranks."""
     device = device_of(launch)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -116,8 +115,8 @@ def _backstop(seconds: int) -> timedelta:
 
 @contextlib.contextmanager
 def compared_over_ranks() -> Iterator[Callable[..., None]]:
-    """Yield a function with which all ranks must compare the identities of the data they opened; a difference raises
-    ConfigError. Only the watchdog limits the wait, since nodes may tokenize hours longer than others."""
+    """Yield a function with which all ranks must compare the identities of their data; a difference raises ConfigError.
+    Only the watchdog limits the wait, since nodes may tokenize hours longer than others."""
     group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
 
     def compare(*own: str) -> None:

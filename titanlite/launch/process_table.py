@@ -22,8 +22,7 @@ def machine() -> str:
 
 
 def process_start_time(pid: int) -> str | None:
-    """Return a process's start time as text, comparable only for the same ID; "" if the process has ended, even if its
-    parent has not noticed yet; None if this user may not know."""
+    """Return a process's start time as text; "" if the process has ended, None if this user may not know."""
     if not sys.platform.startswith("linux"):
         command = ["ps", "-o", "lstart=", "-p", str(pid)]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

@@ -1,6 +1,5 @@
 """The progress of a process: lines about long work, and the activity of the main thread, by which the watchdog of a
-training run tells a hanging rank from a slow one.
-"""
+training run tells a hanging rank from a slow one."""
 
 import contextlib
 import dataclasses
@@ -22,9 +21,8 @@ INTERVAL_SECONDS = 10.0
 def progress(
     description: str, *, total: int | None = None, unit: str = "", enabled: bool = True
 ) -> Iterator[Callable[..., None]]:
-    """Print a line about the work of the with block to standard error every 10 seconds; with enabled=False, as on all
-    ranks except one, print nothing. Yield a function of the amount done since its last call, and of text for the
-    line."""
+    """Print the progress of the with block to standard error every 10 seconds, if `enabled`. Yield a function of the
+    amount done since its last call, and of text for the line."""
     begin, done, details, finished = time.monotonic(), 0, "", threading.Event()
 
     def advance(amount: int = 1, text: str = "") -> None:
@@ -58,8 +56,8 @@ _seen, _suspended = time.monotonic(), 0.0
 
 
 def now() -> float:
-    """Return seconds on a clock that stands still while the process is suspended, as by SIGSTOP. The watchdog's threads
-    call this every second, so a gap of more than 5 s is a suspension."""
+    """Return seconds on a clock that stands still while the process is suspended, as by SIGSTOP. Calls are at most a
+    second apart otherwise, so a gap of more than 5 s is a suspension."""
     global _seen, _suspended
     seconds = time.monotonic()
     if seconds - _seen > _SUSPENDED_SECONDS:
@@ -93,7 +91,7 @@ _longest_at_first: dict[str, float] = {}  # _longest at the end of the first ste
 
 
 def mark(name: str, step: int | None = None, *, limited: bool = True) -> None:
-    """Record the activity that the main thread begins now; without `step`, the last step remains. limited=False: the
+    """Record the activity that the main thread begins; without `step`, the last step remains. limited=False: the
     activity waits for another rank, whose own activity is limited."""
     global current
     begin, last = now(), current

@@ -23,8 +23,7 @@ def code() -> dict[str, str]:
 
 
 def require_same(options: Mapping[str, Any]) -> None:
-    """Raise the same ConfigError on all ranks if options or the package's files differ between ranks. Every rank must
-    call this. Ranks exchange only a hash unless they differ."""
+    """Raise ConfigError, the same on all ranks, if options or files of the package differ between ranks."""
     options = {**options, **dict(sorted(code().items()))}
     own_hash = int(checksum(json.dumps(options).encode()), 16) >> 1  # shifted into an int64
     extremes = torch.tensor([own_hash, -own_hash])

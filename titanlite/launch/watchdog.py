@@ -67,8 +67,8 @@ class Watchdog(OneRank):
     # Failures of this rank -------------------------------------------------------------------------------------------
 
     def end(self, message: str, status: int, *, lost_connection: bool = False) -> None:
-        """End this process, and all ranks, because of an error. Each node prints the first failure of all ranks. With
-        lost_connection, wait for another rank's failure."""
+        """End this process, and all ranks, because of an error: of all failures, the first is printed, once per
+        node."""
         deadline = time.monotonic() + RECORD_SECONDS
         while lost_connection and self._begun and time.monotonic() < deadline:
             time.sleep(0.1)  # _beat ends this process when it reads a failure
@@ -182,8 +182,7 @@ class Watchdog(OneRank):
         self._end(self._record(message if self.launch.local_rank == 0 else ""))  # one message per node
 
     def _hang(self, silent: int | None = None) -> dict[str, Any] | None:
-        """Return the record of a hang: of a silent rank, or of the ranks that are behind all others; None if all ranks
-        compile in the first step, which may take long."""
+        """Return the record of a hang, of a silent rank or the ranks behind; None if all ranks may be compiling."""
         keys, missing = [f"rank/{rank}" for rank in range(self.launch.world_size)], []
         if not self._store.check(keys):
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
