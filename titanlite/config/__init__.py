@@ -1,8 +1,7 @@
-"""Options of a run: their types, defaults and meanings, the rules between them, and the launch they are checked with.
+"""Options of a run: types, defaults, rules between options, and the launch that a config is checked with.
 
-One TOML file and `--section.key=value` overrides describe a run. `load` reads them; `check` compares the config with
-the ranks and devices of a launch. Both functions report every problem at once as one `ConfigError`, before any process
-group exists. Nothing in this package imports torch, so a wrong config is reported in a fraction of a second.
+`load` reads a TOML file and `--section.key=value` overrides; `check` compares a config with a launch. Both report every
+problem at once as one `ConfigError`. This package does not import torch, so a wrong config is reported immediately.
 """
 
 import dataclasses

@@ -1,7 +1,5 @@
-"""Rules between options; rules_data.py, rules_families.py, rules_model.py and rules_parallelism.py have more of them.
-
-`reject(key, message, *reads)` takes the key of the wrong value and the other keys that the rule reads.
-"""
+"""Rules between options, more of which are in rules_*.py. `reject(key, message, *reads)` takes the key of the wrong
+value and the other keys that the rule reads."""
 
 from __future__ import annotations
 

@@ -465,8 +465,7 @@ class Training(DatasetOptions):
     """A mixture of datasets, each in a table [[training.datasets]]. Sequences are mixed in a fixed order, by weights,
     token budgets or sizes of datasets; when a dataset is used up, the other datasets share its part."""
     change_mixture_on_resume: bool = False
-    """Let a resumed run have another mixture than the checkpoint. Datasets, by their names, continue where they
-    were."""
+    """Let a resumed run have another mixture than the checkpoint; each named dataset continues where it was."""
     streaming: bool = False
     """Read and tokenize documents during training instead of tokenizing the full dataset before it."""
     streaming_shards: Count = 64
@@ -510,8 +509,7 @@ class Training(DatasetOptions):
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Data type of the weights, and of optimizer states unless optimizer.state_dtype is set; float64: parity tests."""
     mixed_precision_param: Literal[Precision, "float16"] = "auto"
-    """Data type of gathered weights and the model's computation; auto: bfloat16 on CUDA, `dtype` on a CPU; float16:
-    with loss scaling (initial_loss_scale)."""
+    """Data type of gathered weights and computation; auto: bfloat16 on CUDA, else `dtype`; float16 scales the loss."""
     mixed_precision_reduce: Precision = "auto"
     """Data type that gradients are accumulated and reduced in; auto: float32, or float64 if `dtype` is float64."""
     attention_backend: Literal["auto", "cpu", "flash", "cudnn", "efficient", "math"] = "auto"
@@ -581,8 +579,7 @@ class LRScheduler(Section):
 
 
 class Ema(Section):
-    """Exponential moving average (EMA) of the weights: one more copy of each shard, in float32. Training does not read
-    the average. `titanlite export --ema` writes the average as a Hugging Face folder."""
+    """Exponential moving average (EMA) of the weights, in float32, which `titanlite export --ema` exports."""
 
     decay: Fraction = 0.0
     """d, as 0.999, in each update: average = d average + (1 - d) weights; 0: no average."""

@@ -152,8 +152,7 @@ def segment_of(training: Training, path: Path) -> Segment:
 
 
 def read_rows(training: Training, segment: Segment, columns: Sequence[str]) -> Iterator[Row]:
-    """Yield the rows of a segment. Raises ConfigError, with file and row, for an invalid row or one without a column,
-    and TrainingError if the file may be readable later."""
+    """Yield the rows of a segment. Raises ConfigError for an invalid row, TrainingError for an error that may pass."""
     path = Path(segment.file)
     with errors_of(path):
         try:

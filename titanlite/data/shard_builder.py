@@ -191,8 +191,7 @@ def write_shard(path: Path, dtype: DType, documents: Iterable[tuple[Split, np.nd
 
 
 def read_shard(path: Path, dtype: DType) -> Shard:
-    """Return a shard's description. Raises FileNotFoundError without a file, ConfigError if the file is untrusted or of
-    another dataset, and DamagedShardError if it is no shard of this data type."""
+    """Return a shard's description. Raises FileNotFoundError, DamagedShardError, or ConfigError for untrusted files."""
     token_shards.regular_file(path)
     with open_file(path) as file:
         header = file.read(HEADER)

@@ -27,7 +27,6 @@ class Source:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that make a document."""
         return tuple(columns_of(self.training).values())
 
     def changed(self, path_option: str = "", **options: Any) -> "Source":

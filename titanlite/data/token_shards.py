@@ -9,8 +9,7 @@ A shard is a safetensors file (https://github.com/huggingface/safetensors) with 
     train_documents, validation_documents     uint32: the number of tokens of each document
     checksums                                 uint64: XXH3 of each CHECKSUM_BLOCK bytes of the tensors before
 
-A block's checksum is verified when a process first reads the block, so that a cache of any size opens at once, and
-training reads no damaged block.
+A block's checksum is verified when a process first reads the block, so that a cache of any size opens at once.
 """
 
 import contextlib

@@ -16,8 +16,6 @@ from titanlite.launch.process import available_cores
 
 
 class ShardWorker(Worker):
-    """A worker process that builds shards of a token cache."""
-
     def build_shard(self, *arguments: Any) -> Shard:
         """Build a shard in the worker; the arguments are shard_builder.build_shard's up to `report`."""
         *of_shard, options, report = arguments
@@ -35,8 +33,6 @@ class ShardWorker(Worker):
 
 
 class TokenizerProcess(ShardWorker, HuggingFaceTokenizer):
-    """A Hugging Face tokenizer in a worker process."""
-
     def __init__(self, path: Path):
         Worker.__init__(self, str(path))
         self.prefix, self.suffix, self.eos, self.vocab_size, self.identity = self.call(_properties)

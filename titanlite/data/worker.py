@@ -1,9 +1,7 @@
-"""A worker process with limits of memory and time, which handles untrusted data: tokenizers' files, chat templates,
-rows, and footers of parquet files. Its program is worker_process.py.
-
-A message is a line: a name and JSON. A call names a function of titanlite, whose annotations the arguments and the
-result are checked against. So a file that takes over a worker can make it send wrong tokens, but no code.
-"""
+"""A worker process (worker_process.py) with limits of memory and time, which handles untrusted data: tokenizers' files,
+chat templates, rows, and footers of parquet files. A message is a line: a name and JSON. A call names a function of
+titanlite, whose annotations its arguments and result are checked against, so that a file that takes over a worker can
+make it send wrong tokens, but no code."""
 
 import contextlib
 import functools

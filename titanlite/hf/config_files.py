@@ -12,8 +12,7 @@ from titanlite.config.schema import Model, count_parameters
 
 
 def model_of(folder: Path) -> Model:
-    """Return the model of a folder's config.json. Raises ConfigError if a run would reject it, or if its weights, of 1
-    GiB or more, would be larger than the weight files in the folder."""
+    """Return the model of a folder's config.json. Raises ConfigError if unusable, or too large for its weights."""
     file, weights = folder / "config.json", folder.glob("*.safetensors")
     sizes = [each.stat().st_size for each in weights if each.is_file()]
     model = load_values({"model": model_options(folder), "training": {"seq_len": 1}}, str(file), []).config.model

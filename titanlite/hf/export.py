@@ -1,7 +1,6 @@
 """Export of a checkpoint's weights as a Hugging Face folder, with one parameter in memory at a time, so that any
 machine can export any model. A layer's experts are one stacked parameter here, and separate tensors in the folder.
-Biases that balance experts are exported in float32.
-"""
+Biases that balance experts are exported in float32."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

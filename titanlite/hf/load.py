@@ -144,8 +144,7 @@ def name_in(files: Mapping[str, Path], name: str) -> str:
 
 
 def _without_predictors(folder: Path, files: dict[str, Path], *, prints: bool) -> dict[str, Path]:
-    """Return a DeepSeek-V3's tensors without layers for multi-token prediction. Raises ConfigError for another row
-    order."""
+    """Return a DeepSeek-V3's tensors without multi-token prediction. Raises ConfigError for another row order."""
     config = read_json_object(folder / "config.json")
     if config.get("rope_interleave") is False:
         problem = "rope_interleave = false: expected true, neighbouring rows of queries and keys rotated together"
@@ -249,8 +248,7 @@ def _check_tied(files: dict[str, Path], embedding: nn.Parameter, options: Model)
 
 @torch.no_grad()
 def _fill(parameter: Tensor, name: str, files: dict[str, Path], options: Model) -> None:
-    """Copy this rank's shard of tensors into a parameter. Files are opened anew, since they keep what was read in
-    memory."""
+    """Copy this rank's shard of tensors into a parameter. Reopen files, which keep all data read in memory."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if local.numel() and is_stacked(name, options):
         with contextlib.ExitStack() as stack:
@@ -303,8 +301,7 @@ def _read(tensor: Any, ranges: list[tuple[slice, Tensor]]) -> Tensor:
 
 def local_indices(parameter: Tensor, dim: int) -> Tensor:
     """Return the indices, in order, of a dimension of the full tensor that are in this rank's shard. DTensor itself
-    shards the indices, so that every placement is supported, private ones included.
-    """
+    shards the indices, so that every placement is supported, private ones included."""
     shape = [1] * parameter.dim()
     shape[dim] = parameter.shape[dim]
     indices = torch.arange(shape[dim]).view(shape)

@@ -2,11 +2,9 @@
 
 This model rotates a head's channels 2i and 2i + 1 together, as Meta's checkpoints do; transformers rotates channels i
 and i + R/2 of the R rotated ones. So within each head, row 2i of this model is row i in transformers, and row 2i + 1 is
-row i + R/2. This concerns all weights that compute channels of q and k: the rows of wq and wk, their biases, and the
-weights of q_norm and k_norm. transformers' DeepSeek and GLM-4 pair neighbouring channels, too, so rows keep their
-order.
-
-In some families, a tensor contains several weights of this model (Phi-3, GLM-4, GPT-2); GPT-2 has transposed matrices.
+row i + R/2: in wq and wk, their biases, and the weights of q_norm and k_norm. In DeepSeek and GLM-4, transformers pairs
+neighbouring channels, too, so rows keep their order. In some families, a tensor contains several weights of this model
+(Phi-3, GLM-4, GPT-2), and GPT-2's matrices are transposed.
 """
 
 import dataclasses

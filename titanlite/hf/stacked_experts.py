@@ -1,15 +1,13 @@
 """The experts of gpt-oss in its files: a tensor stacks all experts of a layer, quantized to MXFP4 in the release.
 
-    mlp.experts.gate_up_proj       [E, D, 2F]  rows of our w1 and w3 in turn, as columns
-    mlp.experts.down_proj          [E, F, D]   our w2, transposed
+    mlp.experts.gate_up_proj       [E, D, 2F]  rows of this model's w1 and w3 in turn, as columns
+    mlp.experts.down_proj          [E, F, D]   this model's w2, transposed
     ..._bias                       [E, 2F], [E, D]
     ..._blocks, ..._scales         [E, 2F, D / 32, 16] and [E, 2F, D / 32]; [E, D, F / 32, 16] and [E, D, F / 32]
 
-MXFP4 (OCP Microscaling Formats, 1.0) stores two numbers of 4 bits in a byte, the first in the lower half. Each 32
-numbers share a factor, a power of two, stored as its exponent plus 127. MXFP4 is dequantized when read, and never
-written.
-
-Shapes: E experts, D model width, F width of an expert.
+E: experts, D: model width, F: width of an expert. MXFP4 (OCP Microscaling Formats, 1.0) stores two 4-bit numbers in a
+byte, the first in the lower half. Each 32 numbers share a factor, a power of two, stored as its exponent plus 127.
+MXFP4 is dequantized when read, and never written.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

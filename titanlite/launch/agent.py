@@ -1,8 +1,6 @@
-"""Runs the ranks of this node with torchrun's elastic agent, inside the launcher's process.
-
-Unlike torchrun, the launcher exits with the ranks' status, reports a rank that a signal killed on all nodes, does not
-restart a wrong config, and ends soon after its ranks, even if another node no longer answers.
-"""
+"""Runs the ranks of this node with torchrun's elastic agent, inside the launcher's process. Unlike torchrun, the
+launcher exits with the ranks' status, reports a rank that a signal killed on all nodes, does not restart a wrong
+config, and ends soon after its ranks, even if another node no longer answers."""
 
 import contextlib
 import json
@@ -240,7 +238,6 @@ def status_of(pid: int) -> int | None:
 
 
 def exit_status(failures: Iterable[int], signals: LauncherSignals) -> int:
-    """Return the launcher's exit status, given the exit statuses of failed ranks."""
     stopped = {process.STOPPED, -signal.SIGTERM} if signals.stopping else {process.STOPPED}
     failed = [status for status in failures if status not in stopped]
     return 2 if 2 in failed else 1 if failed else 0

@@ -44,12 +44,10 @@ def number(kind: type, expected: str, accepts: Callable[[Any], bool]) -> Callabl
 
 
 def count(most: int = MOST_ITEMS) -> Callable[[str], int]:
-    """Return a reader of arguments that are integers from 1 to `most`."""
     return number(int, f"an integer >= 1 and <= {most}", lambda value: 1 <= value <= most)
 
 
 def new_file(text: str) -> Path:
-    """Return the path of a file that is to be written, whose folder must exist."""
     path = Path(text)
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text}: expected a file in a folder that exists")

@@ -1,8 +1,7 @@
-"""A lock on a folder for one process of all nodes that share the folder.
+"""A lock on a folder, for one process of all nodes that share the folder: a file that names the lock's holder.
 
-The lock is a file that names its holder. On the holder's own node, the process table tells whether the holder is alive.
-On another node or in another container, only its heartbeat tells: a counter in the file, which increases every few
-seconds. A waiting process compares counters, not clocks, which differ between nodes.
+On the holder's own node, the process table tells whether the holder is alive. Elsewhere, only its heartbeat tells: a
+counter in the file. A waiting process compares counters, not clocks, which differ between nodes.
 """
 
 import contextlib
@@ -63,7 +62,6 @@ class Holder(Record):
 
 
 def _read(path: Path) -> bytes | None:
-    """Return the content of a lock file; None if there is none. Raises ConfigError if the file is not regular."""
     try:
         with open_file(path, buffering=0, flags=os.O_NOFOLLOW) as file:
             return file.read(LARGEST_LOCK)
@@ -138,7 +136,6 @@ class FolderLock:
                     self._withdraw(found)
 
     def is_held(self) -> bool:
-        """Return whether the lock file still names this process."""
         return _token(_read(self.path)) == self.token
 
     def _is_settled(self) -> bool:

@@ -145,8 +145,7 @@ def require_place(environment: Mapping[str, str], ranks: int = 1) -> None:
 
 
 def launch_variables(loaded: LoadedConfig[Config]) -> dict[str, str]:
-    """Write the config for the ranks, and return the environment variables of ranks. Raises ConfigError if that
-    fails."""
+    """Write the config for the ranks, and return their environment variables. Raises ConfigError if that fails."""
     dump_folder = loaded.config.job.dump_folder
     folder = Path(dump_folder) / "logs"
     try:
@@ -179,8 +178,7 @@ def main(argv: list[str]) -> int:
 
 
 def run_on_ranks(ranks: int, arguments: list[str]) -> int:
-    """Run `titanlite` on ranks of this node, with torchrun, and return the exit status. torchrun and the ranks end with
-    this process; Ctrl-C on a terminal reaches neither of them directly."""
+    """Run `titanlite` on ranks of this node, with torchrun, and return the status. All end with this process."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
     command += [f"--nproc-per-node={ranks}", "-m", "titanlite", *arguments]
     environment = {**environment_of_ranks(ranks), ENDS_WITH_STDIN: "1"}

@@ -51,7 +51,6 @@ def listen_as_launcher() -> LauncherSignals:
 
 
 def send(processes: Iterable[int], number: int) -> None:
-    """Send a signal to processes, except those that have ended."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, number)

@@ -55,7 +55,6 @@ class Signals:
 
     @property
     def asked_to_save(self) -> bool:
-        """Whether a signal has asked for a save since the last save."""
         return self.saves > self.answered_saves
 
     def listen(self, received: Callable[[int], None]) -> None:
@@ -257,8 +256,7 @@ def append(file: int, text: str) -> None:
 
 
 def print_to_console(text: str, *, hidden: bool = False) -> None:
-    """Write text, escaped since it may be untrusted, to the user's console, even from a rank whose lines are hidden,
-    and to the rank's log; with `hidden`, to the log only."""
+    """Write text, with control characters escaped, to the rank's log and, unless `hidden`, to the user's console."""
     from titanlite.config.loader import printable  # imported here, after signals are handled
 
     text = printable(text, keep="\n\t")

@@ -27,8 +27,7 @@ def process_start_time(pid: int) -> str | None:
         command = ["ps", "-o", "lstart=", "-p", str(pid)]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     try:
-        # The name in parentheses may contain spaces. After it come the state and, 19 fields on, the start time in clock
-        # ticks (proc_pid_stat(5)).
+        # The name in parentheses may have spaces. 19 fields after the state is the start time (proc_pid_stat(5)).
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:  # /proc may hide other users' processes (hidepid)
         try:

@@ -1,11 +1,9 @@
 """Finds the rank that hangs or has died, and ends all ranks with the true cause.
 
-A thread of each rank writes heartbeats to the launch's store, without collectives, which may hang. A rank is silent if
-its neighbour sees no new heartbeat for the timeout. A rank hangs if its main thread takes longer for an activity than
-that activity's longest time so far plus the timeout. The first rank that finds or has a failure records it in the
-store; all other ranks read the record within seconds, and end.
-
-Keys in the store, below titanlite/ATTEMPT/: `end`, the failure; `rank/N`, the heartbeat of rank N; both are JSON.
+Ranks write heartbeats to the launch's store, without collectives, which may hang. A rank is silent if its neighbour
+sees no new heartbeat for the timeout. A rank hangs if its main thread exceeds the longest time of an activity so far by
+the timeout. The first rank that finds or has a failure records the failure in the store, where all other ranks read it
+within seconds. Keys below titanlite/ATTEMPT/: `end`, the failure; `rank/N`, the heartbeat of rank N; both are JSON.
 """
 
 import contextlib
@@ -64,11 +62,8 @@ class Watchdog(OneRank):
         if kind is None:  # after an exception both threads keep running until end()
             self._finished.set()
 
-    # Failures of this rank -------------------------------------------------------------------------------------------
-
     def end(self, message: str, status: int, *, lost_connection: bool = False) -> None:
-        """End this process, and all ranks, because of an error: of all failures, the first is printed, once per
-        node."""
+        """End all ranks because of an error; each node prints the first. lost_connection: wait for the first error."""
         deadline = time.monotonic() + RECORD_SECONDS
         while lost_connection and self._begun and time.monotonic() < deadline:
             time.sleep(0.1)  # _beat ends this process when it reads a failure
@@ -116,8 +111,6 @@ class Watchdog(OneRank):
             faulthandler.dump_traceback(file, all_threads=True)
         if path := os.environ.get("TORCH_FR_DUMP_TEMP_FILE"):
             _dump_flight_recorder(Path(f"{path}{self.launch.rank}"))
-
-    # Heartbeats ------------------------------------------------------------------------------------------------------
 
     def _beat(self) -> None:
         """Write heartbeats, read the next rank's, and record failures, in a thread, since the store may be slow."""

@@ -1,8 +1,7 @@
 """Conversion between Hugging Face's config.json and the options of [model], for the model types in families.py.
 
-A config.json is untrusted: an unsupported key or a value of the wrong type is rejected in one line. Missing keys get
-transformers' defaults (verified with 5.23). The rotary embedding's options have two spellings: rope_theta and
-rope_scaling in most files on the hub, and rope_parameters from transformers 5.0 on.
+A config.json is untrusted: unsupported keys and values of a wrong type are rejected. Missing keys get transformers'
+defaults (5.23). Rotary options have two spellings: rope_theta and rope_scaling, or (transformers 5) rope_parameters.
 """
 
 import math

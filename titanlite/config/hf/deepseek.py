@@ -1,7 +1,5 @@
 """Conversion of the keys that only DeepSeek-V2's and -V3's config.json have: latent attention, experts, YaRN's factors.
-
-Moonlight and Kimi K2 are DeepSeek-V3 models. Keys of training (aux_loss_alpha, seq_aux, ep_size) are not read.
-"""
+Keys of training (aux_loss_alpha, seq_aux, ep_size) are not read."""
 
 import math
 from typing import Any

@@ -1,7 +1,5 @@
-"""Conversion of the keys of a config.json for layers that differ in sliding window or rotary embedding.
-
-transformers has a value per layer (layer_types, no_rope_layers), or the number of layers after which a pattern repeats.
-"""
+"""Conversion of the keys for layers that differ in sliding window or rotary embedding. transformers has a value per
+layer (layer_types, no_rope_layers), or the number of layers after which a pattern repeats."""
 
 from collections.abc import Sequence
 from itertools import groupby
