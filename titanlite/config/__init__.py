@@ -1,7 +1,7 @@
 """Options of a run: types, defaults, rules between options, and the launch that a config is checked with.
 
-`load` reads a TOML file and `--section.key=value` overrides; `check` compares a config with a launch. Both report every
-problem at once as one `ConfigError`. This package does not import torch, so a wrong config is reported immediately.
+`load` reads a TOML file and `--section.key=value` overrides; `check` compares a config with a launch. `load` and
+`check` report all problems at once as a `ConfigError`, immediately, since this package does not import torch.
 """
 
 import dataclasses

@@ -62,8 +62,8 @@ def count_from_environment(environment: Mapping[str, str], name: str, least: int
 
 
 def raise_open_file_limit(connections: int = 0) -> None:
-    """Raise the limit on open files to the hard limit. Raises ConfigError if it is too low, since torch would wait
-    forever. `connections` is the number of sockets that this process needs."""
+    """Raise the limit on open files to the hard limit. Raises ConfigError if the hard limit is too low, since torch
+    would wait forever. `connections` is the number of sockets that this process needs."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # macOS rejects the infinite hard limit that it reports
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -113,7 +113,7 @@ def check(loaded: LoadedConfig[Config], launch: Launch) -> Config:
 
 
 def _shard_degree(config: Config, world_size: int, reject: Rejections) -> int:
-    """Return the shard degree; -1 becomes the ranks that other degrees leave. Reject degrees unlike the world size."""
+    """Return the shard degree; -1: the ranks that are left. Reject degrees whose product is not the world size."""
     shard, product = config.parallelism.data_parallel_shard_degree, config.parallelism.ranks_per_shard
     names = {PIPELINE: "pipeline", REPLICATE: "replicate", CONTEXT: "context", TENSOR: "tensor"}
     degrees = {key: f"{name} {value_of(config, key)}" for key, name in names.items() if value_of(config, key) > 1}

@@ -222,8 +222,8 @@ def read_toml(file: str) -> dict[str, Any]:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse TOML. Raises ValueError or RecursionError if it is invalid or nested deeper than DEEPEST, since tomllib's
-    time grows with the square of a dotted key's parts."""
+    """Parse TOML. Raises ValueError or RecursionError if the text is invalid or nested deeper than DEEPEST, since
+    tomllib's time grows with the square of a dotted key's parts."""
 
     def depth(value: Any) -> int:
         inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -274,7 +274,7 @@ def _override(kind: type[Section], arguments: list[str], values: dict[str, Any],
 
 
 def _parse(text: str, option: Any) -> Any:
-    """Parse an argument's value as TOML; return the text itself if it is no TOML, or for a string option no string."""
+    """Parse an argument as TOML; keep the text if it is no TOML, or if a string option would get no string."""
     with contextlib.suppress(ValueError, RecursionError):
         parsed = parse_toml(f"value = {text}")
         value = parsed["value"]
@@ -293,7 +293,7 @@ def _validate(
         try:
             return kind.model_validate(good), bad_keys, [*lines.values()]
         except ValidationError as error:
-            entries = sorted(error.errors(), key=lambda entry: len(entry["loc"]) > 1)  # sections first
+            entries = sorted(error.errors(), key=lambda entry: len(entry["loc"]) > 1)  # errors of sections come first
         found = [(*_place(kind, entry["loc"]), entry) for entry in entries]
         is_set = [each for each in found if _is_set(good, each[0])]
         for place, section, field, entry in is_set or found:
@@ -397,7 +397,7 @@ def did_you_mean(value: Any, choices: Iterable[str]) -> str:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Return a text in which terminals show control characters, except those in `keep`, as escapes such as \\x1b."""
+    """Return a text with control characters, except those in `keep`, as visible escapes such as \\x1b."""
     return _CONTROLS.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text)
 
 
@@ -408,7 +408,7 @@ def show(value: Any) -> str:
         return value.isoformat()
     try:
         return printable(json.dumps(value, ensure_ascii=False, default=str))
-    except ValueError:  # Python converts no integer of more digits to text
+    except ValueError:  # Python converts integers of at most 4300 digits to text
         return "a number of more than 4300 digits"
 
 

@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 
 def open_file(path: Path, buffering: int = -1, flags: int = 0) -> BinaryIO:
-    """Open a regular file to read bytes; `flags` are of open(2). Raises OSError at once for any other kind of file."""
+    """Open a regular file to read bytes, with additional `flags` of open(2). Raises OSError at once for other files."""
     return open(_open(path, flags | os.O_RDONLY), "rb", buffering)
 
 

@@ -68,7 +68,7 @@ class Job(Section):
 
 
 def identity_of(section: Section, later: Collection[str], exclude: set[str] = frozenset()) -> dict[str, Any]:
-    """Return a section as plain JSON. Keys in `later` are in it only if changed, since older checkpoints lack them."""
+    """Return a section as plain JSON. Keys in `later`, which older checkpoints lack, are included only if changed."""
     values, fields = section.model_dump(exclude=exclude), type(section).model_fields
     return {key: value for key, value in values.items() if key not in later or value != fields[key].default}
 
@@ -136,9 +136,9 @@ class Mla(Section):
     q_lora_rank: CountOrZero = 0
     """Width of the vector (latent) from which a token's queries are computed; 0: queries have no latent."""
     qk_nope_head_dim: Count = 128
-    """Channels of a query or key head that have no rotary embedding."""
+    """Channels without rotary embedding in each head of queries and keys."""
     qk_rope_head_dim: Count = 64
-    """Channels of a query or key head that have a rotary embedding; the channels of keys are shared by all heads."""
+    """Channels with rotary embedding in each head of queries and keys; all heads share these channels of keys."""
     v_head_dim: Count = 128
     """Channels of a value head."""
     mscale_all_dim: NotNegative = 0.0
@@ -317,12 +317,12 @@ class Model(Section):
 
     @property
     def rope_width(self) -> int:
-        """Channels of a query or key head that the rotary table covers."""
+        """Channels in each head of queries and keys that the rotary table covers."""
         return self.mla.qk_rope_head_dim if self.mla.kv_lora_rank else self.head_dim
 
     @property
     def rope_dim(self) -> int:
-        """Channels of a query or key head that have a rotary embedding."""
+        """Channels in each head of queries and keys that are rotated."""
         return int(self.rope_width * self.partial_rotary_factor)
 
     @property
@@ -453,7 +453,7 @@ class MixedDataset(DatasetOptions):
     weight: Union[Literal[-1], Positive] = -1
     """Share of a dataset in the mixture, relative to the weights of others. -1 in all tables: the dataset's size."""
     tokens: Union[Literal[-1], Annotated[int, Field(ge=1, le=MOST_TOKENS)]] = -1
-    """Token budget of the dataset, which is its share instead of a weight and ends its use when exhausted. -1: none."""
+    """Token budget, which replaces the weight as the dataset's share; a used-up dataset drops out. -1: no budget."""
     epochs: Union[Literal[-1], Positive] = -1
     """Epochs, also a fraction, after which the mixture no longer uses the dataset. -1: no limit."""
 
@@ -470,8 +470,8 @@ class Training(DatasetOptions):
     """Read and tokenize documents during training instead of tokenizing the full dataset before it."""
     streaming_shards: Count = 64
     """Streaming: shards that the dataset is partitioned into; packed sequence k is from shard k mod streaming_shards,
-    on any number of ranks. Their number must be a multiple of the data-parallel degree and, where files cannot be split
-    (hub, compressed files, one document per file), at most the number of files."""
+    on any number of ranks. The number of shards must be a multiple of the data-parallel degree and, where files cannot
+    be split (hub, compressed files, one document per file), at most the number of files."""
     streaming_shuffle_block: Count = 256
     """Streaming with shuffle: size, in sequences, of the blocks of a shard within which sequences are shuffled. A rank
     has one block of each of its shards in memory; a resumed run reads up to one block again."""
@@ -582,7 +582,7 @@ class Ema(Section):
     """Exponential moving average (EMA) of the weights, in float32, which `titanlite export --ema` exports."""
 
     decay: Fraction = 0.0
-    """d, as 0.999, in each update: average = d average + (1 - d) weights; 0: no average."""
+    """Decay d, such as 0.999, of each update: average = d average + (1 - d) weights; 0: no average."""
     start_step: Count = 1
     """The average begins as the weights after this many optimizer steps, of which skipped steps do not count."""
     warmup: bool = False
@@ -638,7 +638,7 @@ class Parallelism(Section):
     context_parallel_ulysses_degree: Ranks = 1
     """Context-parallel ranks that exchange sequence for heads by all-to-all (Ulysses); their groups form a ring."""
     expert_parallel_degree: Ranks = 1
-    """Ranks that a layer's experts are partitioned over; dp_shard x cp x tp / this degree ranks shard an expert."""
+    """Ranks, out of dp_shard x cp x tp, that a layer's experts are partitioned over; the quotient shards an expert."""
 
     @property
     def n_stages(self) -> int:

@@ -26,7 +26,7 @@ MOST_TOKENS = 2**53
 MOST_RANKS = 2**16
 """Upper bound on ranks, four times the largest published run's (arXiv:2407.21783): torch makes a tensor per shard."""
 MOST_LAYERS = 4096
-"""Upper bound on layers: a rank or plan builds them all. Published models have up to 1,000 (arXiv:2203.00555)."""
+"""Upper bound on layers, all of which a rank builds. Published models have up to 1,000 (arXiv:2203.00555)."""
 Count = Annotated[int, Field(ge=1, le=MOST_ITEMS)]
 CountOrZero = Annotated[int, Field(ge=0, le=MOST_ITEMS)]
 Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]

@@ -43,7 +43,7 @@ def load(source: Source, *, streaming: bool) -> Any:
 
     options = source.training
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(logging.CRITICAL)  # its logger would repeat the errors that it raises
+    datasets.logging.set_verbosity(logging.CRITICAL)  # the library would also log the errors that it raises
     path, name, split = options.dataset_path, options.dataset_config or None, options.dataset_split
     if options.dataset == "c4":
         path, name = "allenai/c4", "en"

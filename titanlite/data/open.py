@@ -21,10 +21,10 @@ from titanlite.data.tokenizer import ByteTokenizer, Rows, Tokenizer
 
 
 def build_tokenizer(hf_assets_path: str) -> Tokenizer:
-    """Return the tokenizer of a path, in a separate process; "": of bytes. Raises ConfigError for an unusable path."""
+    """Return the tokenizer of a path, in a worker process; "" means bytes. Raises ConfigError for an unusable path."""
     if not hf_assets_path:
         return ByteTokenizer()
-    from titanlite.config.hf.values import how_to_download  # imported here: bytes need neither
+    from titanlite.config.hf.values import how_to_download  # imported here: bytes need no download
     from titanlite.data.tokenizer_process import TokenizerProcess
 
     path = Path(os.path.expanduser(hf_assets_path))
@@ -34,10 +34,10 @@ def build_tokenizer(hf_assets_path: str) -> Tokenizer:
 
 
 def tokenizer_of_run(model: Model, checkpoint: Checkpoint, parallelism: Parallelism) -> Tokenizer:
-    """Return the tokenizer of a resolved config. Raises ConfigError if the model cannot use it."""
+    """Return the tokenizer of a resolved config. Raises ConfigError if the model cannot use the tokenizer."""
     tokenizer, degree = build_tokenizer(model.hf_assets_path), parallelism.tensor_parallel_degree
     weights, advice = checkpoint.initial_load_path, ""
-    if weights == SEEDED or (Path(weights) / "config.json").is_file():  # the size of a checkpoint is fixed
+    if weights == SEEDED or (Path(weights) / "config.json").is_file():  # a checkpoint's vocab_size cannot change
         rows = "" if weights == SEEDED else ' and model.new_tokens = "mean", which adds rows'
         advice = f"set model.vocab_size = {-(-tokenizer.vocab_size // degree) * degree}{rows}, or "
     option = f"model.vocab_size = {model.vocab_size}"

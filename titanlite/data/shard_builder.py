@@ -110,7 +110,7 @@ def build_shard(
 def _batches(
     source: Source, segments: list[Segment], document_of: Any, unread: set[str], at: Any
 ) -> Iterator[tuple[list[str], int, tuple[str, int]]]:
-    """Yield batches of texts of BATCH characters or more, their approximate bytes in the files, and their place."""
+    """Yield batches of BATCH characters or more: texts, approximate bytes in the files, and the first text's place."""
     texts, size, n_bytes, first = list[str](), 0, 0.0, ("", 0)
     for segment in segments:
         position = segment.begin

@@ -83,7 +83,7 @@ def open_cache(
     if not builds_cache:
         cache = TokenCache(folder, _wait(folder, dtype))
     elif (cache := _complete_cache(folder, dtype, option, verifies=verifies)) is None:
-        from titanlite.data.cache_builder import CacheBuilder  # here: most runs find a complete cache
+        from titanlite.data.cache_builder import CacheBuilder  # imported here: most runs find a cache
         from titanlite.data.shard_builder import CacheOptions
 
         name = ""
@@ -128,16 +128,16 @@ def _of_builder(find: Callable[[], str], builds_cache: bool) -> str:
 
 
 def _wait(folder: Path, dtype: DType) -> Index:
-    reports = dist.get_node_local_rank(fallback_rank=1) == 1  # a single waiting rank per node
+    reports = dist.get_node_local_rank(fallback_rank=1) == 1  # one waiting rank per node reports
     with progress("waiting until another rank has built the token cache", enabled=reports):
-        while True:  # no collective, which would time out while others tokenize
+        while True:  # a collective would time out while the builder tokenizes
             with contextlib.suppress(FileNotFoundError, DamagedShardError):
                 return token_shards.read_index(folder, dtype)
             time.sleep(0.2)
 
 
 def _complete_cache(folder: Path, dtype: DType, option: str, *, verifies: bool) -> TokenCache | None:
-    """Return the cache if its shards have the right sizes and, if verified, checksums; else remove wrong files."""
+    """Return the cache if all sizes (if verified, also checksums) are right; otherwise remove wrong files."""
     try:
         cache = TokenCache(folder, token_shards.read_index(folder, dtype), is_builder=True)
         cache.check_sizes()

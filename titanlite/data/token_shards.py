@@ -139,8 +139,8 @@ def check_trusted(path: Path) -> os.stat_result:
 
 
 def check_folder_trusted(folder: Path) -> os.stat_result:
-    """Return a folder's status as check_trusted does, and check its parents, whose writers could replace the folder.
-    Where a parent has the sticky bit, such as /tmp, only an entry's owner could."""
+    """Return a folder's status as check_trusted does, and check its parents, whose writers could replace the folder. In
+    a parent with the sticky bit, such as /tmp, only an entry's owner can replace the entry."""
     for parent in {*folder.absolute().parents, *folder.resolve().parents}:
         status = parent.lstat()
         others = stat.S_IWOTH if _is_own_group(status.st_gid) else stat.S_IWOTH | stat.S_IWGRP
@@ -170,7 +170,7 @@ def check_dataset(path: Path, shards: list[Shard]) -> None:
 
 
 def regular_file(path: Path) -> int:
-    """Return the size of a trusted file. Raises FileNotFoundError if it is missing, DamagedShardError if irregular."""
+    """Return a trusted file's size. Raises FileNotFoundError if it is missing, DamagedShardError if no regular file."""
     status = check_trusted(path)
     if not stat.S_ISREG(status.st_mode):
         raise DamagedShardError(f"{path.name} is not a regular file")
@@ -205,7 +205,7 @@ def read_record(file: Path, kind: type[_Record]) -> _Record:
 
 
 def read_index(folder: Path, dtype: DType) -> Index:
-    """Return tokens.json. Raises as read_record does, and for another data type (damaged) or dataset (ConfigError)."""
+    """Return tokens.json. Raises as read_record does, and for another dataset (ConfigError) or dtype (damaged)."""
     index = read_record(folder / INDEX, Index)
     check_dataset(folder / INDEX, index.shards)
     if index.dtype != dtype:

@@ -118,5 +118,5 @@ def encode_prompts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
 
 
 def continuation(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
-    """Return the text of the tokens after a prompt; both are decoded, since some decoders drop a text's first space."""
+    """Return the text of the tokens after a prompt, decoded with it, since some decoders drop a text's first space."""
     return tokenizer.decode([*prompt, *tokens])[len(tokenizer.decode(prompt)) :]

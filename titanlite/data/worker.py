@@ -34,7 +34,7 @@ MESSAGES: dict[str, TypeAdapter[Any]] = {
 
 
 def name_of(target: Any) -> str:
-    """Return the name that a message has for a function or class."""
+    """Return the name by which a message refers to a function or class."""
     return f"{target.__module__}:{target.__qualname__}"
 
 
@@ -91,8 +91,8 @@ class Worker:
         received: Callable[..., None] = lambda *content: None,
         subject: str = "",
     ) -> Any:
-        """Return what a function returns in the worker. Raises what it raises, and ConfigError if the worker crashes or
-        exceeds its limits, with `subject` (default: the tokenizer) and `where`. `received` gets earlier messages."""
+        """Return what a function returns in the worker. Raises what the function raises, and ConfigError for a crash or
+        an exceeded limit, with `subject` (default: tokenizer) and `where`. `received` gets earlier messages."""
         types, result = types_of(function)
         content, problem = types.dump_json(arguments), ""
         with self._lock:

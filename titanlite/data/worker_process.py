@@ -43,7 +43,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     sys.__stdout__, sys.stdout = os.fdopen(os.dup(1), "w"), os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
-    for descriptor in (1, 2):  # the tokenizers library prints to both, which would corrupt the answers
+    for descriptor in (1, 2):  # prints of the tokenizers library to stdout would corrupt answers
         os.dup2(sys.stdout.fileno(), descriptor)
     sys.modules["torch"] = None  # type: ignore[assignment]  # transformers would import torch, which no tokenizer needs
     path, tokenizer, calls = sys.argv[1], None, queue.SimpleQueue[Any]()

@@ -1,5 +1,5 @@
-"""config.json and generation_config.json of an exported folder. Values of a released model that the run started from
-stay, except values that the run changed, and values about the files themselves."""
+"""config.json and generation_config.json of an exported folder. If the run started from a released model, the model's
+values stay, except values that the run changed or that describe the files."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from titanlite.config.schema import Model, count_parameters
 
 
 def model_of(folder: Path) -> Model:
-    """Return the model of a folder's config.json. Raises ConfigError if unusable, or too large for its weights."""
+    """Return the model of a folder's config.json. Raises ConfigError for a model that is unusable or too large."""
     file, weights = folder / "config.json", folder.glob("*.safetensors")
     sizes = [each.stat().st_size for each in weights if each.is_file()]
     model = load_values({"model": model_options(folder), "training": {"seq_len": 1}}, str(file), []).config.model

@@ -70,7 +70,7 @@ def _check_shapes(reader: Any, options: Model, dtype: torch.dtype) -> None:
     saved = {name.removeprefix("model."): shape for name, shape in reader.shapes.items() if name.startswith("model.")}
     saved = {name: shape for name, shape in saved.items() if not name.endswith(LOAD)}
     layers = {name.split(".")[1] for name in saved if name.startswith("layers.")}
-    if len(layers) != options.n_layers:  # tensor_shapes builds the model, of any number of layers
+    if len(layers) != options.n_layers:  # checked first, since tensor_shapes builds n_layers
         problem = f"the checkpoint has {len(layers)} layers, and its [model] options say {options.n_layers}"
         raise ConfigError([f"{problem}; it is damaged"])
     shapes = tensor_shapes(options)
@@ -84,7 +84,7 @@ def _check_shapes(reader: Any, options: Model, dtype: torch.dtype) -> None:
 
 
 def _with_biases(options: Model) -> Model:
-    """Return the exported model's options: in transformers, a DeepSeek-V3 always has balance biases, even if zero."""
+    """Return the exported model's options: a DeepSeek-V3 always has biases that balance experts, even if zero."""
     if not options.mla.kv_lora_rank or not options.moe.n_experts or options.moe.score_function == "softmax":
         return options
     return options.model_copy(update={"moe": options.moe.model_copy(update={"balance_bias": True})})
@@ -120,7 +120,7 @@ def _write_weights(reader: Any, options: Model, folder: Path, dtype: torch.dtype
                 tensor = to_hf(names, [reader.read(f"model.{name}") for name in names], options)
                 tensor = _cast(names[0], tensor, dtypes[each])
             else:
-                tensor = torch.zeros(shapes[names[0]])  # the model lacks these balance biases
+                tensor = torch.zeros(shapes[names[0]])  # the model has no biases that balance experts
             return tensor.unbind() if tensor.dim() == EXPERT_DIMS and not is_stacked(names[0], options) else [tensor]
 
         for number, group in enumerate(groups, 1):

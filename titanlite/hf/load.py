@@ -144,7 +144,8 @@ def name_in(files: Mapping[str, Path], name: str) -> str:
 
 
 def _without_predictors(folder: Path, files: dict[str, Path], *, prints: bool) -> dict[str, Path]:
-    """Return a DeepSeek-V3's tensors without multi-token prediction. Raises ConfigError for another row order."""
+    """Return a DeepSeek-V3's tensors, without those of layers for multi-token prediction. Raises ConfigError if rows of
+    queries and keys are in another order."""
     config = read_json_object(folder / "config.json")
     if config.get("rope_interleave") is False:
         problem = "rope_interleave = false: expected true, neighbouring rows of queries and keys rotated together"
@@ -170,7 +171,7 @@ def _name_problems(folder: Path, found: set[str], expected: set[str], *, tied: b
     missing = sorted(expected - found)
     other = sorted(name for name in found - expected if not NOT_A_WEIGHT.fullmatch(name))
     if tied and OUTPUT_HEAD in other:
-        other.remove(OUTPUT_HEAD)  # _check_tied compares it with the embedding
+        other.remove(OUTPUT_HEAD)  # _check_tied compares the head with the embedding
     hint = "set [model] to the options of this folder's model"
     if missing:
         unless = " unless model.tie_embeddings = true" if missing == [OUTPUT_HEAD] else ""
@@ -189,7 +190,7 @@ def first_of(names: list[str]) -> str:
 
 
 def _file_problems(file: Path, shapes: dict[str, torch.Size], grows: set[str]) -> list[str]:
-    """Return a line for each tensor that a file lacks, or has with a wrong dtype or, unless in `grows`, shape."""
+    """Return an error for each tensor that a file lacks, or has with a wrong dtype or, unless in `grows`, shape."""
     problems = []
     try:
         with open_safetensors(file) as tensors:
@@ -214,8 +215,8 @@ def _file_problems(file: Path, shapes: dict[str, torch.Size], grows: set[str]) -
 
 @contextlib.contextmanager
 def open_safetensors(file: Path, again: str = "download") -> Iterator[Any]:
-    """Open a safetensors file. Raises ConfigError if it is damaged, with the advice to `again` it again."""
-    if not file.is_file():  # also true for a pipe, which a read would wait for
+    """Open a safetensors file. Raises ConfigError for a damaged one, with the advice to `again` the file again."""
+    if not file.is_file():  # true for a pipe, too, whose read would wait
         raise ConfigError([f"{file}: no such file; {again} the folder again"])
     try:
         tensors = safe_open(file, framework="pt")
@@ -248,7 +249,8 @@ def _check_tied(files: dict[str, Path], embedding: nn.Parameter, options: Model)
 
 @torch.no_grad()
 def _fill(parameter: Tensor, name: str, files: dict[str, Path], options: Model) -> None:
-    """Copy this rank's shard of tensors into a parameter. Reopen files, which keep all data read in memory."""
+    """Copy this rank's shard of tensors into a parameter. Each parameter reopens the files, since an open file keeps
+    all data that was read in memory."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if local.numel() and is_stacked(name, options):
         with contextlib.ExitStack() as stack:

@@ -177,7 +177,7 @@ def to_hf(names: Sequence[str], tensors: Sequence[Tensor], model: Model) -> Tens
 
 
 def hf_tensors(model: Model, names: Iterable[str]) -> dict[tuple[str, ...], list[str]]:
-    """Return this model's tensors, by row, in each transformers tensor, or in all tensors of a layer's experts."""
+    """Return, for each transformers tensor (a layer's expert tensors together), this model's tensors in it."""
     found: dict[tuple[str, ...], list[str]] = {}
     for name in names:
         found.setdefault(tuple(hf_names(name, model)), []).append(name)

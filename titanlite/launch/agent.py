@@ -164,7 +164,7 @@ def run_ranks(
 
 
 def rendezvous(environment: Mapping[str, str]) -> tuple[RendezvousParameters, str]:
-    """Return torchrun's rendezvous, and this node's address. Raises ConfigError without an address of MASTER_ADDR."""
+    """Return torchrun's rendezvous and this node's address. Raises ConfigError if MASTER_ADDR stays unknown."""
     least, _, most = (environment.get("NNODES") or "1").partition(":")
     if (most or least) == "1":  # without localhost, torch asks DNS for the node's own name
         address = "localhost"
@@ -175,7 +175,7 @@ def rendezvous(environment: Mapping[str, str]) -> tuple[RendezvousParameters, st
     # interface, all nodes wait forever.
     with progress(f"waiting until MASTER_ADDR = {first} has an address"):
         address = _address_towards(first, port)
-    nodes, options = (int(least), int(most or least)), {"is_host": is_host, "read_timeout": 300}  # in seconds
+    nodes, options = (int(least), int(most or least)), {"is_host": is_host, "read_timeout": 300}  # seconds
     return RendezvousParameters("c10d", f"{first}:{port}", run_id, *nodes, address, **options), address
 
 
@@ -196,7 +196,7 @@ def _address_towards(host: str, port: int, seconds: float = 60.0) -> str:
 
 
 def _watch(agent: Agent, signals: LauncherSignals, finished: threading.Event) -> None:
-    """Pass a stop on to ranks that start later. After all ranks, end the launcher, which may wait in vain."""
+    """Pass a stop signal on to ranks that start later. End the launcher if it waits in vain after its ranks' end."""
     ended_since = None
     while not finished.wait(0.2):
         signals.pass_on()

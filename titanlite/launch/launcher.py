@@ -93,7 +93,7 @@ def check_folders(loaded: LoadedConfig[Config]) -> None:
 
 
 def load_and_check(argv: list[str], use: Callable[[LoadedConfig[Config]], Any]) -> LoadedConfig[Config]:
-    """Return a config. Raises ConfigError with all problems: of options, of folders, and of `use` of right options."""
+    """Load a config. Raises ConfigError with all problems of options and folders, and of `use` of right options."""
     problems, checks, (own, options) = list[str](), [use, check_folders], take_own(argv)
     try:
         loaded = load(options, own)
@@ -113,7 +113,7 @@ def count_devices() -> int:
 
 
 def nodes_of(environment: Mapping[str, str]) -> tuple[int, int]:
-    """Return the least and the largest number of nodes: N, N or MIN, MAX. Raises ConfigError if NNODES is wrong."""
+    """Return the least and the largest number of nodes, from NNODES. Raises ConfigError if NNODES is wrong."""
     text = text_of(environment, "NNODES", "1")
     least, most = map(int, (text.split(":") * 2)[:2])
     if least > most:
@@ -141,7 +141,7 @@ def require_place(environment: Mapping[str, str], ranks: int = 1) -> None:
         count(environment, "MASTER_PORT", 1, 65535)
         count(environment, "NODE_RANK", 0, nodes - 1)
     first = min(text_of(environment, "LOG_RANK", "0").split(","), key=int)
-    count({"LOG_RANK": first}, "LOG_RANK", 0, ranks - 1)  # with a higher number no rank would be shown
+    count({"LOG_RANK": first}, "LOG_RANK", 0, ranks - 1)  # a higher number would show no rank
 
 
 def launch_variables(loaded: LoadedConfig[Config]) -> dict[str, str]:
@@ -178,7 +178,7 @@ def main(argv: list[str]) -> int:
 
 
 def run_on_ranks(ranks: int, arguments: list[str]) -> int:
-    """Run `titanlite` on ranks of this node, with torchrun, and return the status. All end with this process."""
+    """Run `titanlite` with torchrun on ranks of this node, which end with this process, and return the status."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
     command += [f"--nproc-per-node={ranks}", "-m", "titanlite", *arguments]
     environment = {**environment_of_ranks(ranks), ENDS_WITH_STDIN: "1"}

@@ -120,7 +120,7 @@ def clean_up() -> None:
 
 
 def with_deadline(call: Callable[[], None], seconds: float = 2.0) -> None:
-    """Call a function, and wait at most `seconds` for its end. Its errors are ignored."""
+    """Call a function, wait at most `seconds` for its end, and ignore its errors."""
 
     def run() -> None:
         with contextlib.suppress(Exception):

@@ -96,7 +96,7 @@ def set_timeout(device: torch.device, seconds: int) -> None:
     Private: torch.distributed.distributed_c10d._world.pg_map has the groups, also those that FSDP makes; before torch
     2.15, torch.distributed.set_timeout is _set_pg_timeout (tried on 2.11 and 2.13, gloo).
     """
-    if device.type == "cuda":  # collectives in flight keep the timeout that they were started with
+    if device.type == "cuda":  # on CUDA, running collectives keep the old timeout
         torch.cuda.synchronize()
         dist.barrier()
     for group in dist.distributed_c10d._world.pg_map:

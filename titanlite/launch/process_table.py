@@ -17,7 +17,7 @@ def machine() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
-    except OSError:  # a unique name, with which only heartbeats count
+    except OSError:  # this name is unique, so only heartbeats tell who is alive
         return secrets.token_hex(16)
 
 

@@ -21,8 +21,8 @@ INTERVAL_SECONDS = 10.0
 def progress(
     description: str, *, total: int | None = None, unit: str = "", enabled: bool = True
 ) -> Iterator[Callable[..., None]]:
-    """Print the progress of the with block to standard error every 10 seconds, if `enabled`. Yield a function of the
-    amount done since its last call, and of text for the line."""
+    """Print the progress of the with block to standard error every 10 seconds, if `enabled`. Yield a function that
+    takes the amount done since its last call, and a text for the line."""
     begin, done, details, finished = time.monotonic(), 0, "", threading.Event()
 
     def advance(amount: int = 1, text: str = "") -> None:
@@ -87,7 +87,7 @@ current = Activity()
 train_timeout: float | None = None
 """comm.train_timeout_seconds after the first step; None before."""
 _longest: dict[str, float] = {}  # most seconds that each activity has taken, by name
-_longest_at_first: dict[str, float] = {}  # _longest at the end of the first step, which compiles
+_longest_at_first: dict[str, float] = {}  # _longest of the first step, which includes compilation
 
 
 def mark(name: str, step: int | None = None, *, limited: bool = True) -> None:
@@ -115,8 +115,8 @@ def first_step_done(timeout_seconds: float) -> None:
 
 
 def is_over(init_timeout_seconds: float) -> bool:
-    """Return whether the current activity takes longer than its longest time so far plus the timeout. Before the end of
-    the first step, and for a new activity, which may compile, this is the initial timeout."""
+    """Return whether the current activity takes longer than its longest time so far plus the timeout. In the first
+    step, and for a new activity, which may compile, the initial timeout applies."""
     before = _longest.get(current.name, _longest_at_first.get(current.name))
     timeout = init_timeout_seconds if before is None or train_timeout is None else train_timeout
     return current.limited and now() - current.since > timeout + (before or 0.0)

@@ -56,5 +56,5 @@ def lock_run(folders: Mapping[str, Path], job: Job, lost: Callable[[str], None])
         advice = f"wait for that run or stop it, or choose another {option}"
         locks.append(FolderLock(folders[option], "run.lock", purpose, advice, lost, job.take_over_lock))
     at_exit.extend(lock.release for lock in locks)
-    with ThreadPoolExecutor(len(locks)) as pool:  # parallel, since each may have to wait for a heartbeat
+    with ThreadPoolExecutor(len(locks)) as pool:  # each lock may have to wait for a heartbeat
         list(pool.map(FolderLock.acquire, locks))

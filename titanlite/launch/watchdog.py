@@ -29,7 +29,7 @@ from titanlite.launch.other_processes import children, send, wait_for_end
 from titanlite.launch.process_table import machine
 
 INTERVAL_SECONDS = 1.0
-"""Seconds between a rank's heartbeats; above 1,024 ranks more, so that the store gets 1,024 heartbeats per second."""
+"""Seconds between a rank's heartbeats; longer above 1,024 ranks, so that the store gets 1,024 heartbeats per second."""
 
 
 class Watchdog(OneRank):
@@ -63,7 +63,7 @@ class Watchdog(OneRank):
             self._finished.set()
 
     def end(self, message: str, status: int, *, lost_connection: bool = False) -> None:
-        """End all ranks because of an error; each node prints the first. lost_connection: wait for the first error."""
+        """End all ranks because of an error; each node prints the first error. lost_connection: wait for that error."""
         deadline = time.monotonic() + RECORD_SECONDS
         while lost_connection and self._begun and time.monotonic() < deadline:
             time.sleep(0.1)  # _beat ends this process when it reads a failure
@@ -193,7 +193,7 @@ class Watchdog(OneRank):
         else:
             least = min(beat["number"] for beat in beats.values())
             last = [rank for rank, beat in beats.items() if beat["number"] == least]
-            # Ranks without a limit wait for another rank, which has a limit.
+            # Ranks whose activity has no time limit wait for a rank whose activity has one.
             behind = [rank for rank in last if beats[rank]["limited"]] or last
             first = beats[behind[0]]
             hanging = {"rank": behind[0], **first}

@@ -205,7 +205,7 @@ def _rotary_keys(model: Section, model_type: str) -> dict[str, Any]:
 
 
 def _own_keys(model: Section, model_type: str) -> dict[str, Any]:
-    """Return the keys that only this model type has, and pad_token_id = null where its default is a trained token."""
+    """Return the keys that only this model type has; pad_token_id is null, since padding is not trained."""
     if model_type == "granite":
         scale = model.attention_scale
         return {

@@ -108,7 +108,7 @@ def yarn_magnitude(mscale: float, scaling: float) -> float:
 
 
 def deepseek_keys(model: Section, model_type: str) -> dict[str, Any]:
-    """Return the config.json keys that only DeepSeek models have. Raises ConfigError for an option without a key."""
+    """Return DeepSeek's own config.json keys. Raises ConfigError for an option that config.json cannot express."""
     _check(model, model_type)
     mla, moe = model.mla, model.moe
     keys = {
@@ -143,7 +143,7 @@ def expert_keys(model: Section) -> dict[str, Any]:
 
 
 def _check(model: Section, model_type: str) -> None:
-    eps = "norm_eps" if model.mla.norm_eps == -1 else "mla.norm_eps"  # the option for the norms of latents
+    eps = "norm_eps" if model.mla.norm_eps == -1 else "mla.norm_eps"  # the option for the epsilon of latents' norms
     expected: dict[str, Any] = {
         **{eps: NORM_EPS, "n_kv_heads": model.n_heads, "attention_bias": "none", "mlp_bias": False},
         **{"qk_norm": False, "sliding_window": 0},

@@ -63,7 +63,7 @@ def hf_experts(model: Section, model_type: str) -> dict[str, Any]:
         bounds = {f"swiglu_{key}": getattr(moe, f"swiglu_{key}") for key in SWIGLU}
         return {**config, **bounds, "intermediate_size": model.expert_dim}
     config["norm_topk_prob"] = moe.normalize_scores
-    if model_type == "olmoe":  # by default, transformers pads with token 1 and does not train it
+    if model_type == "olmoe":  # transformers pads with token 1 by default, and does not train it
         return {**config, "intermediate_size": model.expert_dim, "clip_qkv": None, "pad_token_id": None}
     dense = list(range(min(moe.n_first_dense_layers, model.n_layers)))
     layers = {"mlp_only_layers": dense, "decoder_sparse_step": moe.every_n_layers}

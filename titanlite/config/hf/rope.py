@@ -1,4 +1,4 @@
-"""Conversion of the rotary embedding's options in a config.json, in both spellings."""
+"""Conversion of a config.json's rotary options, in both spellings: rope_scaling and rope_parameters."""
 
 from collections.abc import Callable, Set
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ LONGROPE = {"su": "longrope", "yarn": "longrope"}
 
 
 def rope_options(config: JsonObject, theta: float, rotated: float | None) -> dict[str, Any]:
-    """Return a config.json's rotary options, in either spelling. `rotated` is the default share of rotated channels."""
+    """Return rotary options from rope_scaling or rope_parameters. `rotated`: default share of rotated channels."""
     spellings = [key for key in ("rope_scaling", "rope_parameters") if config.values.get(key) not in (None, {})]
     first, *second = spellings or ["rope_scaling"]
     options = rope_at(config, first, theta, rotated)
