@@ -39,6 +39,7 @@ def _problem(source: Source, what: str, error: BaseException) -> str:
 
 
 def load(source: Source, *, streaming: bool) -> Any:
+    """Return the dataset of the `datasets` library. Raises ConfigError if it cannot be loaded or lacks a column."""
     import datasets  # imported here, since a run on files needs no hub
 
     options = source.training
