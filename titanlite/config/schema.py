@@ -93,7 +93,7 @@ class Moe(Section):
     swiglu_alpha: Positive = 1.702
     """Factor in the activation of experts with swiglu_limit."""
     n_shared_experts: CountOrZero = 0
-    """Shared experts, which every token passes (DeepSeekMoE, arXiv:2401.06066): one layer of this many x expert_dim."""
+    """Shared experts, which every token passes (arXiv:2401.06066): one layer of width n_shared_experts x expert_dim."""
     n_first_dense_layers: CountOrZero = 0
     """Number of dense layers at the beginning of the model."""
     every_n_layers: Count = 1
@@ -117,7 +117,7 @@ class Moe(Section):
     """Each optimizer step adds this to the bias of experts with less than the mean load, and subtracts it above."""
     balance_loss_weight: NotNegative = 0.0
     """Weight of the auxiliary loss of each layer with E experts: E times the sum over experts of load share x mean
-    score, 1 if balanced (arXiv:2101.03961). Shares are of the previous step's global batch, scores of this step's."""
+    score, 1 if balanced (arXiv:2101.03961). Load shares are from the previous step, mean scores from this step."""
     z_loss_weight: NotNegative = 0.0
     """Weight of the router z-loss of a layer (arXiv:2202.08906): mean squared log-sum-exp of the router's logits."""
 
@@ -545,7 +545,7 @@ class Optimizer(Section):
     muon_newton_schulz_steps: Count = 5
     """Newton-Schulz iterations that orthogonalize an update."""
     muon_dtype: Precision = "auto"
-    """Data type of Newton-Schulz iterations and their communication; auto: the model's, or float32 for float16."""
+    """Data type in which Muon computes and communicates; auto: the model's data type, or float32 for float16."""
     qk_clip_threshold: NotNegative = 0.0
     """QK-clip (MuonClip, Kimi K2, arXiv:2507.20534): if a head's largest attention logit in a step is above this
     threshold (Kimi K2: 100), the head's query and key weights are scaled so that it would have been the threshold; 0:
@@ -744,11 +744,12 @@ class Checkpoint(Section):
     last_save_in_hf: bool = False
     """After the last step, also write the weights as a Hugging Face folder, step-N-hf in the folder of checkpoints."""
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Data type of last_save_in_hf's weights; auto: that of the released initial weights, or else training.dtype."""
+    """Data type of exported weights; auto: the data type of the released initial weights, or else training.dtype."""
     async_mode: Literal["disabled", "async"] = "disabled"
     """async: copy the state to host memory and write it while training continues."""
     on_corrupt: Literal["stop", "previous"] = "stop"
-    """For a damaged or incomplete newest checkpoint. previous: rename it to step-N.damaged, and use an earlier one."""
+    """What to do if the newest checkpoint is damaged or incomplete. previous: rename it to step-N.damaged, and resume
+    from the checkpoint before."""
     on_error: Literal["fail", "continue"] = "fail"
     """What to do if a checkpoint cannot be written. fail: end with status 1. continue: print the error, and train on to
     the next save; if the last save fails, the run still ends with status 1."""

@@ -32,7 +32,7 @@ def split_into_stages(names: Sequence[str], costs: Sequence[float], n_stages: in
         raise ValueError(f"{n_stages} stages need at least as many layers, and there are {layers_before[-1]}")
 
     def best(combine: Callable[[float, float], float], limit: float) -> tuple[float, list[int]]:
-        """Return the smallest total of stages that cost at most `limit` each, and their ends; `combine` adds costs."""
+        """Return the smallest total of stages that each cost at most `limit`, and the stages' ends."""
         totals: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # key: number of modules in the stages so far
         for _ in range(n_stages):
             longer: dict[int, tuple[float, list[int]]] = {}

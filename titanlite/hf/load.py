@@ -115,7 +115,7 @@ def _print_new_rows(folder: Path, grows: Mapping[str, Path], n_rows: int) -> Non
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor in a Hugging Face folder. Raises ConfigError without a valid index or file."""
+    """Return the file of each tensor in a Hugging Face folder. Raises ConfigError without a valid safetensors file."""
     single, index = folder / SINGLE, folder / INDEX
     if single.is_file() and index.is_file():
         raise ConfigError([f"{folder}: has both {SINGLE} and {INDEX}; remove the one that is not of this model"])
@@ -216,7 +216,7 @@ def _file_problems(file: Path, shapes: dict[str, torch.Size], grows: set[str]) -
 @contextlib.contextmanager
 def open_safetensors(file: Path, again: str = "download") -> Iterator[Any]:
     """Open a safetensors file. Raises ConfigError for a damaged one, with the advice to `again` the file again."""
-    if not file.is_file():  # true for a pipe, too, whose read would wait
+    if not file.is_file():  # a pipe is rejected, too: reading it would wait
         raise ConfigError([f"{file}: no such file; {again} the folder again"])
     try:
         tensors = safe_open(file, framework="pt")

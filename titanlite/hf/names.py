@@ -185,7 +185,7 @@ def hf_tensors(model: Model, names: Iterable[str]) -> dict[tuple[str, ...], list
 
 
 def hf_shape(names: Sequence[str], shapes: Mapping[str, torch.Size], model: Model) -> torch.Size:
-    """Return the shape of the transformers tensor that contains these tensors; for experts, of each tensor."""
+    """Return the shape of the transformers tensor, or of each expert's tensor, that contains these tensors."""
     if is_stacked(names[0], model):
         return stacked_experts.hf_shape(names, shapes)
     first = shapes[names[0]][-2:]

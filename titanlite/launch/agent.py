@@ -100,7 +100,7 @@ class Agent(LocalElasticAgent):
             print_to_console(message)
         self.statuses = failed
         if failed and ({2, process.STOPPED} & {*failed.values()} or self.signals.stopping):
-            raise NoRestartError  # a wrong config stays wrong; or the run is to stop
+            raise NoRestartError  # restarted ranks would end again: a wrong config, or a stop
         if result.is_failed() and self.restarts < worker_group.spec.max_restarts:
             self.restarts += 1
             print_to_console(f"restart {self.restarts} of {worker_group.spec.max_restarts}")

@@ -34,7 +34,7 @@ class LauncherSignals(Signals):
         self.pass_on()
 
     def pass_on(self) -> None:
-        """If the launcher is to stop, send SIGTERM to ranks that have had no signal. This is called periodically."""
+        """If the launcher is to stop, send SIGTERM to ranks that have had no signal, on each periodic call."""
         self.ranks_exist = self.ranks_exist or bool(children(os.getpid()))
         if self.stopping:
             ranks = set(children(os.getpid())) - self._stopped
