@@ -219,7 +219,7 @@ class Muon(torch.optim.Optimizer):
         return [slices.sent(rank, self._rank) for rank in range(len(slices.of_ranks))]
 
     def _nesterov(self, assigned: Assignment, scaling: dict[str, Tensor]) -> Tensor:
-        """Return this rank's shard of a unit's Nesterov momentum (momentum one gradient ahead), in muon_dtype."""
+        """Return this rank's shard of a unit's Nesterov momentum, in muon_dtype."""
         weight = self.matrices[assigned.unit.number]
         momentum = self.state[weight]["momentum_buffer"]
         gradient, buffer = self._local_slice(assigned, weight.grad), self._local_slice(assigned, momentum)

@@ -67,7 +67,7 @@ def steps_of(folder: Path) -> list[int]:
 
 
 def read(folder: Path, step: int) -> tuple[Description, dict[str, Tensor]]:
-    """Return the description and the fingerprints of a step. Raises ConfigError if the file is unreadable or damaged."""
+    """Return the description and fingerprints of a step. Raises ConfigError if the file is unreadable or damaged."""
     path, fingerprints = _path(folder, step), {}
     try:
         content = read_file(path, LARGEST_FILE)

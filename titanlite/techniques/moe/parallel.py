@@ -90,7 +90,7 @@ def _local_linear(layer: nn.Linear, x_ND: Tensor) -> Tensor:
 
 
 def _by_local_expert(n_ranks: int, n_experts: int, experts_NK: Tensor) -> Tensor:
-    """Return keys that sort rows by the expert's index on its rank, then by rank: all ranks' first experts come first."""
+    """Return keys that sort rows by an expert's index on its rank, then by rank: first experts of all ranks first."""
     n_local = n_experts // n_ranks
     return experts_NK % n_local * n_ranks + experts_NK // n_local
 
