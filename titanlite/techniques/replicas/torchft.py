@@ -161,8 +161,8 @@ class Replicas(OneGroup):
         return {"batches_of_groups": self.manager.batches_committed(), "history": self._history}
 
     def steps(self, last_step: int, last: int) -> Iterator[int]:
-        """Yield the number of each step until `last` has been taken. A step that failed is yielded again, with the state
-        from before it. Raises TrainingError if the group was asked to stop while it waited for other groups."""
+        """Yield the number of each step until `last` has been taken. A failed step is yielded again, with the state of
+        before the step. Raises TrainingError if the group was asked to stop while it waited for other groups."""
         while self.manager.current_step() < last:
             self._join()
             if self.manager.current_step() < last:  # otherwise `_join` has recovered the state of a group at the end
