@@ -1,5 +1,4 @@
-"""Async tensor parallel (async TP): inductor splits collectives into chunks that overlap with matrix products.
-Async TP needs CUDA, and has not been run on a GPU yet."""
+"""Async tensor parallel on CUDA: inductor overlaps collectives with matrix products. No GPU has run it yet."""
 
 import warnings
 

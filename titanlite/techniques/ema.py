@@ -56,8 +56,7 @@ def _create_states(optimizer: torch.optim.Optimizer) -> Tensor:
 
 @contextlib.contextmanager
 def averaged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Replace the weights by their averages within a `with` block; afterwards the weights are restored, bit for bit.
-    The copy of the weights takes as much memory as the gradients do during a step."""
+    """Replace the weights by their averages within a `with` block, and restore the weights afterwards, bit for bit."""
     shards = [local_shard(weight) for weight in optimizer.state]
     weights = [shard.clone() for shard in shards]
     try:

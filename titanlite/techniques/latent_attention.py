@@ -21,8 +21,7 @@ from titanlite.rope import apply_rotary_emb
 
 class LatentAttention(nn.Module):
     """Replaces model.Attention, and computes queries, keys and values from latents. torch's fused attention requires
-    one width for queries, keys and values, so values are padded with zeros from V to K channels before inner_attention,
-    and its output is cut to V channels."""
+    one width, so inner_attention gets values that are padded with zeros from V to K channels."""
 
     def __init__(self, model: Model):
         super().__init__()

@@ -47,8 +47,7 @@ class ShardableLatentAttention(LatentAttention):
 
 
 def _gathered(latents: Callable[[DTensor], list[DTensor]], x_ND: DTensor) -> list[Tensor]:
-    """Return the latents of all tokens. In the backward, one collective sums the gradients of the ranks' heads and
-    scatters the sums over the sequence."""
+    """Return the latents of all tokens. In the backward, one collective sums and scatters all heads' gradients."""
     shards = latents(x_ND)
     full = torch.cat(shards, dim=-1).redistribute(placements=[Replicate()])
     *for_weights, k_NR = full.split([shard.shape[-1] for shard in shards], dim=-1)

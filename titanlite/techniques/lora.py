@@ -68,8 +68,7 @@ def _modules(model: Llama) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _targets(model: Llama, targets: list[str]) -> dict[str, list[str]]:
-    """Return the names of the modules that match each target. Raises ConfigError for a module whose forward is not that
-    of nn.Linear, or that belongs to a mixture of experts."""
+    """Return the names of the modules that match each target. Raises ConfigError for other modules than nn.Linear."""
     of_experts = tuple(f"{name}." for name, module in _modules(model) if isinstance(module, RunsUncompiled))
     names: dict[str, list[str]] = {target: [] for target in targets}
     for name, module in _modules(model):
@@ -98,8 +97,7 @@ def add_adapter(layer: nn.Linear, lora: Lora) -> None:
 
 
 def _adapted(layer: nn.Linear, base: Callable[[Tensor], Tensor], scale: float, x: Tensor) -> Tensor:
-    """Return the sum of the frozen layer's and the adapter's output, [..., O], for x [..., I]. If weights are DTensors,
-    each rank multiplies its own shards, as in LowPrecisionLinear."""
+    """Return the sum of a frozen layer's and its adapter's output, [..., O], for x [..., I]."""
     a_IR, b_OR = layer.lora_a, layer.lora_b
     if not isinstance(a_IR, DTensor):
         return base(x) + F.linear(x @ a_IR * scale, b_OR)

@@ -83,8 +83,7 @@ class LowPrecisionLinear(nn.Linear):
     product: str
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output [..., O] for x [..., I]. If the weight is a DTensor, each rank multiplies local shards, and
-        the weight's placement decides the placements of the products."""
+        """Return the output [..., O] for x [..., I]. If the weight is a DTensor, ranks multiply local shards."""
         weight_OI = self.weight
         if isinstance(weight_OI, DTensor):
             mesh, (placement,) = weight_OI.device_mesh, weight_OI.placements
@@ -166,8 +165,7 @@ def _mxfp8(left_MK: Tensor, right_NK: Tensor) -> Tensor:
 
 
 def to_int8(x_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x as int8 [M, K] from -127 to 127, and the scales of its rows, [M, 1], in float32 or float64. The scale of
-    a row with inf or NaN is not finite."""
+    """Return x as int8 [M, K] from -127 to 127, and the scales of its rows, [M, 1], in float32 or float64."""
     wide = x_MK.to(torch.promote_types(x_MK.dtype, torch.float32))
     scales = wide.abs().amax(-1, keepdim=True) / 127
     return (wide / scales.clamp(min=torch.finfo(wide.dtype).tiny)).round().to(torch.int8), scales

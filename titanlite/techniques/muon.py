@@ -77,8 +77,7 @@ def work_of(shape: tuple[int, ...]) -> int:
 
 
 class Slices:
-    """The slice of a unit on each rank, in order of the ranks: of size 0 if a rank has no element of the unit, and the
-    same slice on several ranks if the unit is replicated."""
+    """The slice of a unit on each rank, in order of the ranks, of size 0 on ranks without elements of the unit."""
 
     def __init__(self, unit: Unit, of_weight: Iterable[Slice]):
         self.of_ranks = [_of_unit(unit, each) for each in of_weight]
@@ -88,8 +87,7 @@ class Slices:
             self._ranks.setdefault(each, []).append(rank)
 
     def sent(self, rank: int, owner: int) -> int:
-        """Return how many elements of the unit `rank` sends to its owner. Of the ranks with the same slice, one sends:
-        the owner if it has the slice, otherwise a replica that depends on the owner's number."""
+        """Return how many elements of the unit `rank` sends to its owner: 0 if another rank sends the same slice."""
         own = self.of_ranks[rank]
         replicas = self._ranks[own]
         sender = owner if self.of_ranks[owner] == own else replicas[owner % len(replicas)]
@@ -114,9 +112,8 @@ class Assignment(NamedTuple):
 
 
 class Muon(torch.optim.Optimizer):
-    """Updates `matrices`, plain tensors or DTensors, by Muon, and all other weights by `adamw`. `group` has the ranks
-    with shards of the matrices; None: this rank alone. A matrix has one state, momentum_buffer, with the weight's
-    shape, type and placements."""
+    """Updates `matrices`, plain tensors or DTensors, by Muon, and all other weights by `adamw`. `group`: the ranks with
+    shards of the matrices; None: this rank alone. The state of a matrix, momentum_buffer, is placed like the matrix."""
 
     def __init__(
         self,
@@ -137,8 +134,7 @@ class Muon(torch.optim.Optimizer):
 
     @functools.cached_property
     def _rounds(self) -> list[list[Assignment]]:
-        """The assignments of each round. They are computed in the first step and not at construction, because ranks
-        send each other their slices, which the fake ranks of a plan cannot."""
+        """The assignments of each round, computed in the first step: the fake ranks of a plan cannot do it earlier."""
         keys = [(weight.shape, *(getattr(weight, name, None) for name in PLACEMENT)) for weight in self.matrices]
         weights = dict(zip(keys, self.matrices, strict=True))
         of_weights = {key: self._of_ranks(shard_slice(weight)) for key, weight in weights.items()}
@@ -156,8 +152,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Take a step with gradients divided by `grad_scale`; change nothing if `found_inf` is 1. Every rank of `group`
-        must call `step`."""
+        """Take a step with gradients divided by `grad_scale`, on all ranks; change nothing if `found_inf` is 1."""
         self.adamw.state = self.state
         self.adamw.param_groups = [group for group in self.param_groups if not group["is_muon"]]
         scaling = {name: getattr(self, name) for name in ("grad_scale", "found_inf") if hasattr(self, name)}
@@ -201,7 +196,7 @@ class Muon(torch.optim.Optimizer):
         buffer.copy_(buffer.where(scaling["found_inf"].bool(), new))
 
     def _gather(self, assignments: Sequence[Assignment], scaling: dict[str, Tensor]) -> tuple[Tensor, Any]:
-        """Start to send shards of Nesterov momentum to a round's owners. Return the receive buffer and the dist.Work."""
+        """Start to send Nesterov momentum to a round's owners. Return the receive buffer and the dist.Work."""
         sizes = [x.slices.sent(self._rank, x.owner) for x in assignments]
         sent = [self._nesterov(x, scaling) for x, size in zip(assignments, sizes, strict=True) if size]
         flat = torch.cat(sent) if sent else self._empty(0)
@@ -270,8 +265,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def stage_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return the group of all ranks of a layout's mesh with this rank's pipeline stages, which all must call this
-    function. Under pipeline parallel, each call creates a new group."""
+    """Return the group of the ranks with this rank's pipeline stages, which all must call the function."""
     if mesh["pp"].size() == 1:
         return dist.group.WORLD
     ranks = mesh.mesh[mesh.get_local_rank("pp")].flatten().tolist()

@@ -37,8 +37,7 @@ class Slot:
 
 
 class OffloadedAdam(torch.optim.Optimizer):
-    """Adam or AdamW with optimizer states (step, exp_avg, exp_avg_sq) in host memory. The states of a weight have its
-    type and placements."""
+    """Adam or AdamW with optimizer states in host memory, which have the type and placements of their weight."""
 
     _step_supports_amp_scaling = True  # see optimizer.clipped_step
 

@@ -35,8 +35,7 @@ class OutlierSteps:
         self._limit = torch.full((), torch.inf, dtype=torch.float64, device=device)
 
     def taken(self, norm: Tensor, finite: Tensor) -> Tensor:
-        """Return whether to take a step with this gradient norm, and record the norm of a taken step. Arguments and
-        result are scalars on the device, for which the host does not wait."""
+        """Return whether to take a step with this gradient norm, and record the norm of a taken step."""
         known = ~self._norms.isnan()
         n = known.sum()
         mean = self._norms.nansum() / n
@@ -66,8 +65,7 @@ class OutlierSteps:
         return {"outliers": {"skipped": self.n_skipped, "norms": norms}}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore the counter and the newest `window` norms if a checkpoint's state contains them. Raises ConfigError
-        for a damaged entry."""
+        """Restore the counter and the newest norms from a checkpoint. Raises ConfigError for a damaged entry."""
         if saved := parse_part(state, "outliers", Saved | None):
             self.n_skipped, newest = saved.skipped, saved.norms[-self.window :]
             values = [torch.nan] * (self.window - len(newest)) + newest

@@ -89,9 +89,8 @@ class Own(Parts):
     def check_loss(
         self, model: Model, parallelism: Parallelism, group: dist.ProcessGroup, device: torch.device
     ) -> None:
-        """Compute the own loss of random logits in one call, by halves of the tokens and, under loss parallel, from
-        shards of the vocabulary. Every rank must call it. Raises ConfigError unless all give the same losses, and
-        shards of the vocabulary the same gradients."""
+        """Compute the own loss of random logits in one call, by halves of the tokens, and from shards of the
+        vocabulary. Raises ConfigError unless losses and gradients are equal. Every rank must call `check_loss`."""
         if not self.loss:
             return
         vocab_size, generator = model.vocab_size, torch.Generator(device).manual_seed(0)

@@ -59,8 +59,7 @@ class QkClip:
         record(own_H, q_BTHK.detach(), k_BTGK.detach(), positions, inner_attention.window, ring, ulysses)
 
     def largest(self) -> Tensor:
-        """Return the largest logit of each layer and head since the last reset, over all ranks, [L, H]. Every rank of
-        `group` must call `largest`."""
+        """Return each layer's and head's largest logit since the last reset, [L, H]. Every rank must call `largest`."""
         if self.group is not None:
             dist.all_reduce(self.largest_LH, dist.ReduceOp.MAX, self.group)
         return self.largest_LH
@@ -113,8 +112,7 @@ def record(
     largest_H: Tensor, q: Tensor, k: Tensor, document_positions: Tensor | None, window: int, ring: str, ulysses: str
 ) -> None:
     """Raise `largest_H` to the largest logit of each head, over queries [B, T, H, K] and the keys [B, T, G, K] that
-    they attend to. `document_positions` (of all tokens of the Ulysses ranks) and the group names `ring` and `ulysses`
-    have the meaning of parallel/tiled_attention.py."""
+    they attend to. `document_positions`, `ring` and `ulysses` are as in parallel/tiled_attention.py."""
     batch, tokens, n_heads, head_dim = q.shape
     at_T = torch.arange(tokens, device="cpu")
     if ring or ulysses:

@@ -28,10 +28,9 @@ CHUNK_ELEMENTS = 2**22
 
 @torch.no_grad()
 def hash_of_bits(tensor: Tensor) -> Tensor:
-    """Return a hash of a plain tensor's bits and their positions, an int64 scalar on the tensor's device.
-
-    The hash is the sum, modulo 2**64, of each element's bits (as integers of at most 32 bits) times an odd number that
-    depends on the position. Multiplying by an odd number loses no bit, so a change of one element changes the sum."""
+    """Return a hash of a plain tensor's bits and their positions, an int64 scalar on the tensor's device. The hash is
+    the sum, modulo 2**64, of each element's bits times an odd number that depends on the position. Multiplying by an
+    odd number loses no bit, so a change of one element changes the sum."""
     bits = tensor.detach().contiguous().reshape(-1).view(INTEGERS[tensor.itemsize])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, len(bits), CHUNK_ELEMENTS):

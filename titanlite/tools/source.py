@@ -69,8 +69,7 @@ def one_step(config: Config) -> Config:
 
 
 def lines_of_a_step(config: Config, files: str) -> dict[str, set[int]]:
-    """Train on a rank of a pool. Return the numbers of the lines that run in functions, by file. `files` is a regular
-    expression for the paths of the files to observe."""
+    """Train on a rank of a pool. Return by file, if its path matches `files`, the lines that run in functions."""
     from titanlite.train import train  # not at the top, so that --help does not wait for torch
 
     ran: dict[str, set[int]] = {}

@@ -47,8 +47,7 @@ def show_rows(
 
 
 def row_text(tokenizer: Tokenizer, sequence: Sequence, training: Training, place: str) -> Text:
-    """Return the text of a row: all input tokens, and the last target, which is no input of the row. A token is trained
-    on if it is the previous token's target in the batch."""
+    """Return the text of a row: all input tokens, and the last target. Tokens that are targets are trained on."""
     from titanlite.data.loader import SequenceShard, collate, count  # not at the top: workers import no torch
     from titanlite.data.packing import PADDING
     from titanlite.loss import IGNORED
@@ -89,8 +88,7 @@ def names_of_special_tokens(tokenizer: Tokenizer, tokens: list[int]) -> list[str
 
 def runs_of(tokenizer: Tokenizer, tokens: list[int], is_trained: list[bool]) -> list[tuple[bool, str, str]]:
     """Return the runs of consecutive tokens of one kind: whether they are trained on, their name ("" for text) and the
-    text to show. A run is decoded together with all earlier tokens, because some decoders drop a leading space, except
-    after a run that ends within a character."""
+    text to show, decoded behind all earlier tokens, because some decoders drop a leading space."""
     before, runs, begin = "", [], 0
     keys = zip(is_trained, names_of_special_tokens(tokenizer, tokens), strict=True)
     for (trained, name), run in itertools.groupby(keys):

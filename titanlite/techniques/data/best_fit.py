@@ -156,9 +156,8 @@ class PackingIndex(RecordWithChecksum):
 
 
 def open_best_fit(cache: TokenCache, split: Split, training: Training, *, builds_cache: bool) -> "BestFit":
-    """Return the best-fit packing of a split of a token cache. The rank with `builds_cache` writes missing packing
-    tables, for which the other ranks of its node wait. Raises ConfigError if training.long_conversations = "reject" and
-    a conversation is too long."""
+    """Return the best-fit packing of a split of a token cache. The rank with `builds_cache` writes missing tables.
+    Raises ConfigError if training.long_conversations = "reject" and a conversation is too long."""
     packing, index = BestFit(cache, split, training), None
     if builds_cache:
         with contextlib.suppress(FileNotFoundError, DamagedShardError):  # damaged tables are written again
@@ -198,8 +197,7 @@ class BestFit:
         return np.cumsum([table.sequences for table in self.index.tables])
 
     def read_index(self, *, check_tables: bool) -> PackingIndex:
-        """Return the content of packing.json. Raises the errors of token_shards.read_record, and DamagedShardError if
-        packing.json or a table belongs to another cache."""
+        """Return the content of packing.json. Raises DamagedShardError if the packing belongs to another cache."""
         index = token_shards.read_record(self.folder / INDEX, PackingIndex)
         if len(index.tables) != len(self.cache.index.shards):
             raise DamagedShardError(f"{INDEX}: the number of shards differs")

@@ -28,8 +28,7 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.techniques.data.rows import KEYS, Row, conversation_of, unread_keys
 
 ESCAPE, BEGIN, END = "\ufdd0", "\ufdd1", "\ufdd2"
-"""Noncharacters of Unicode. ESCAPE and one more character replace a text of `ChatTemplate.escaped`; BEGIN and END
-enclose what the assistant says."""
+"""Noncharacters of Unicode. ESCAPE begins an escaped text; BEGIN and END enclose what the assistant says."""
 FIRST = 0xF0000
 """The private-use character that after ESCAPE stands for the first text of `ChatTemplate.escaped`."""
 LARGEST_CONVERSATION = 1000
@@ -85,9 +84,8 @@ class ChatTemplate:
         return ChatTemplate(tokenizer).identity
 
     def document(self, training: Training, values: dict[str, Any], unread: set[str]) -> list[Conversation]:
-        """Return the conversations of a dataset row that are trained on. `values`: the row's columns. Adds to `unread`
-        the keys of messages that the template ignores. Raises ValueError if the row is no conversation, or cannot be
-        rendered."""
+        """Return the conversations of a row (columns `values`) that are trained on. Adds to `unread` the message keys
+        that the template ignores. Raises ValueError if the row is no conversation, or cannot be rendered."""
         restart_time_limit()
         try:
             row = conversation_of(training, values)
@@ -143,14 +141,12 @@ class ChatTemplate:
         return found
 
     def prompt(self, text: str) -> list[int]:
-        """Return the tokens of a user's message and of the generation prompt. Raises ValueError if the template cannot
-        render the message."""
+        """Return the tokens of a user's message and of the generation prompt. Raises ValueError if rendering fails."""
         rendered = self._render(self._escape([{"role": "user", "content": text}]), add_generation_prompt=True)
         return self.encode([self._conversation([(rendered, True)])], "uint32")[0].tolist()
 
     def encode(self, conversations: list[Conversation], dtype: DType) -> list[np.ndarray]:
-        """Return the tokens of each conversation. Tokens without a character that the assistant has said are not
-        trained on, and have the bit `not_trained_bit`."""
+        """Return the tokens of each conversation. Tokens that are not trained on have the bit `not_trained_bit`."""
         texts, bit = [own.named for own in conversations], np.uint32(not_trained_bit(dtype))
         encodings = self.tokenizer.encode_together(texts, self.tokenizer.ordinary, with_offsets=True)
         tokens = []
@@ -204,8 +200,7 @@ class ChatTemplate:
         self, messages: list[dict[str, Any]], tools: Any, text: str, not_trained: Collection[int]
     ) -> tuple[Regions, list[Regions]]:
         """Return the regions of a rendered text, and of each beginning of the conversation that the template renders in
-        another way if messages follow. The assistant's part of a text is what an answer adds to the rendered earlier
-        messages and generation prompt."""
+        another way if messages follow. An answer begins after the rendered earlier messages and generation prompt."""
         regions, beginnings, end = [], [], 0
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -250,8 +245,7 @@ class ChatTemplate:
 
 
 def encode_questions(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    """Return the tokens of each text as a user's message with a generation prompt. Raises ConfigError if the tokenizer
-    has no chat template, or the template cannot render a message."""
+    """Return the tokens of each text as a user's message. Raises ConfigError if the chat template cannot render it."""
     template = ChatTemplate(tokenizer)
     try:
         return [template.prompt(text) for text in texts]
@@ -261,8 +255,7 @@ def encode_questions(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
 
 @functools.lru_cache(maxsize=4)
 def _analyzed(source: str) -> tuple[str, bool, frozenset[str]]:
-    """Return a template's source with TAGS replaced, whether it has {% generation %} blocks, and all words of the
-    source, which include the keys of messages that the template may read."""
+    """Return a template's source with TAGS replaced, whether it has {% generation %}, and the words of the source."""
     marked = source
     for tag, text in TAGS.items():
         marked = re.sub(rf"\{{%([-+]?)\s*{tag}\s*([-+]?)%\}}", text, marked)

@@ -46,8 +46,7 @@ class DatasetLosses(Observer):
         self._recorded = []
 
     def after_backward(self, step: int, batches: list[Batch], loss_sum: Tensor, *, is_test: bool) -> None:
-        """Add the recorded losses of the global batch that ends at the loader's position. A step in which this rank has
-        a loss that is not finite adds nothing."""
+        """Add the recorded losses, unless one is not finite. The global batch ends at the loader's position."""
         recorded, self._recorded = self._recorded, None
         position = self.loader.position
         if recorded and not is_test:
@@ -65,8 +64,7 @@ class DatasetLosses(Observer):
         return totals
 
     def metrics(self) -> dict[str, float]:
-        """Return by tag each dataset's tokens and epochs read, and the mean token loss (nats) of datasets with tokens
-        since the last call. Every rank must call `metrics`."""
+        """Return by tag each dataset's tokens and epochs read, and mean loss (nats). Every rank must call `metrics`."""
         rows = zip(self.mixture.names, self.totals().tolist(), strict=True)
         losses = {f"data/{name}/loss": loss / n_tokens for name, (loss, n_tokens) in rows if n_tokens}
         return self.mixture.metrics(self.loader.position) | losses

@@ -44,8 +44,7 @@ def integer_shares(options: list[MixedDataset], sizes: list[int]) -> list[int]:
 
 
 def largest_count(options: MixedDataset, n_sequences: int, seq_len: int) -> int | None:
-    """Return how many sequences of a dataset may be read, or None for any number. Epochs are rounded down to a full
-    sequence, and a token budget is rounded up."""
+    """Return how many sequences of a dataset may be read (epochs rounded down, tokens up), or None for any number."""
     limits = []
     if options.epochs != -1:
         limits.append(int(Fraction(repr(options.epochs)) * n_sequences))  # repr: the float 0.29 is below 29/100
@@ -200,8 +199,7 @@ class MixedSequences:
         return values
 
     def expected_counts(self, n: int) -> list[float]:
-        """Return how many of the first n sequences come from each dataset, up to rounding, without walking through all
-        blocks. The limits of the datasets must allow n sequences."""
+        """Return about how many of the first n sequences come from each dataset. The datasets' limits must allow n."""
         counts, left = [0.0] * len(self.components), float(n)
         while left and (active := {i: self.components[i] for i in self._active(counts)}):
             total = sum(each.share for each in active.values())

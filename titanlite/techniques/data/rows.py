@@ -31,8 +31,7 @@ class Row(NamedTuple):
 
 
 def conversation_of(training: Training, values: dict[str, Any]) -> Row:
-    """Return the conversation of a dataset row with columns `values`. Raises ValueError if the row has no conversation,
-    or an unsupported key."""
+    """Return the conversation of a dataset row with columns `values`. Raises ValueError if the row has none."""
     if training.dataset != "json":  # a table has null where a row lacks another row's key
         values = _without_nulls(values)
     tools = tools_of(values.get(TOOLS))

@@ -29,9 +29,8 @@ ShardState = dict[str, Any]  # a _Shard, as plain JSON
 
 
 class _Shard(Record):
-    """The position of a stream in a shard: where the first document with unused tokens begins (None: at the beginning
-    of the shard), how many tokens of the document are used, the number of the shuffled block, and how many sequences
-    of the block are used (taken)."""
+    """The position of a stream in a shard: where the first document with unused tokens begins (None: at the start), how
+    many of its tokens are used, the number of the shuffled block, and how many of its sequences are used."""
 
     position: tuple[Int63, Int63] | dict[str, Any] | None
     used: Int63

@@ -28,8 +28,7 @@ AXES = "data", "context", "tensor"
 
 
 class Place:
-    """Maps the rows of this rank's activations to tokens of the global batch. `shard`: the tokens of each sequence that
-    this rank has; `degree`: the degree of data parallelism."""
+    """Maps rows of this rank's activations to tokens of the global batch. `degree`: the degree of data parallelism."""
 
     def __init__(self, layout: Layout, shard: SequenceShard, seq_len: int, degree: int):
         self.data_rank, self.degree, self.seq_len = layout.data_rank, degree, seq_len
@@ -50,8 +49,7 @@ class Place:
 class Fingerprints(Observer):
     """Writes the fingerprints of step 1 and of every debug.fingerprint_freq-th step. Every rank must make the same
     calls. Fingerprints must be the first observer, because later observers may run the forward and backward again.
-    `full_model` is all stages on the meta device; `shard`: the tokens of each sequence that this rank has; `guard`
-    knows the loss scale."""
+    `full_model` is all stages on the meta device; `shard`: the tokens of each sequence that this rank has."""
 
     def __init__(
         self,
@@ -187,8 +185,7 @@ class Fingerprints(Observer):
         self._own[entry] = self._own[entry] + own if entry in self._own else own
 
     def _summed(self, names: list[str]) -> dict[str, Tensor]:
-        """Return the sum over all ranks of each entry that some rank has added, divided by the number of replicas. The
-        number of replicas is the sum of the ranks' coverages, so a wrong layout does not change the sums."""
+        """Return the sum of each entry over all ranks, divided by the number of replicas (the sum of coverages)."""
         none = torch.zeros(SIZE + 1, dtype=torch.float64, device=self.train_step.device)
         sums, added = torch.stack([self._own.get(name, none) for name in names]), torch.zeros(len(names))
         dist.all_reduce(sums)

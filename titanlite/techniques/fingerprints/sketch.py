@@ -68,9 +68,8 @@ def scaled(own: Tensor, factor: Tensor | float) -> Tensor:
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """Estimate from fingerprints the relative distance of two tensors: the norm of their difference over the larger
-    norm. The estimate is at least the exact difference of the two norms over the larger norm, 0 if both tensors are
-    zero, and infinite if a fingerprint has a number that is not finite."""
+    """Estimate from fingerprints the relative distance of two tensors, the norm of their difference over the larger
+    norm. Returns 0 if both tensors are zero, and infinity if a number of a fingerprint is not finite."""
     if not (a.isfinite().all() and b.isfinite().all()):
         return math.inf
     smaller, larger = sorted(fingerprint[0].item() ** 0.5 for fingerprint in (a, b))

@@ -41,8 +41,7 @@ class LoadBalance:
             router.loss_scale = loss_scale
 
     def update(self, taken: Tensor, *, all_reduce: bool = True) -> None:
-        """Adjust the routers by the load of the last step. `taken`: a scalar on the device, whether the optimizer took
-        the step."""
+        """Adjust the routers by the load of the last step. `taken`: a scalar, whether the optimizer took the step."""
         self.records.zero_()
         for index, router in self.routers.items():
             self.records[index] = router.record

@@ -56,8 +56,7 @@ class MixtureOfExperts(nn.Module):
         return self.experts(x_MD, scores_M, counts_E)
 
     def compile_operators(self, backend: str) -> None:
-        """Compile the operators between the matrix products. torch.compile cannot compile a whole mixture, because the
-        number of rows of each expert is known only on the device."""
+        """Compile the operators between the matrix products. The rest of a mixture has tensors of unknown sizes."""
         self.experts.operators = operators.compiled(backend)
 
 
@@ -108,8 +107,7 @@ def _grouped_product(x_MD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Any:
 
 
 class _Spread(torch.autograd.Function):
-    """Copies each token to the rows of its experts. The backward sums a token's rows in a fixed order, unlike the
-    backward of indexing on CUDA."""
+    """Copies each token to its experts' rows. The backward sums in a fixed order, unlike indexing's on CUDA."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, order_M: Tensor, row_M: Tensor, operators: Operators) -> Tensor:
@@ -125,7 +123,6 @@ class _Spread(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-
     @staticmethod
     def forward(ctx: Any, y_MD: Tensor, row_NK: Tensor, kept: Tensor, operators: Operators) -> Tensor:
         ctx.keeper, ctx.n_per_token, ctx.operators = kept.grad_fn, row_NK.shape[1], operators

@@ -72,8 +72,7 @@ EAGER = Operators(spread, collect, swiglu, swiglu_backward)
 
 @functools.cache
 def compiled(backend: str) -> Operators:
-    """Return custom operators titanlite::spread_BACKEND, ..., each compiled at its first call. Under selective AC,
-    torch.compile would leave plain functions eager."""
+    """Return compiled custom operators. Under selective AC, torch.compile would leave plain functions eager."""
     return Operators(*(_compiled_operator(function, backend) for function in EAGER))
 
 

@@ -149,9 +149,8 @@ def _send(
     exchange: _Exchange, x_MD: Tensor, scores_M: Tensor, by_rank_M: Tensor, by_expert: Tensor,
     w1: Tensor, _: Tensor, w3: Tensor, *biases: Tensor,
 ) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
-    """Send rows and scores to the ranks of their experts, and multiply the rows there by w1 and w3. While one expert
-    computes, the rows of later experts are in flight. Return the received scores and, by expert, the received rows and
-    both products (plus biases)."""
+    """Send rows and scores to the ranks of their experts, and multiply the rows there by w1 and w3 while later rows are
+    in flight. Return the received scores and, by expert, the received rows and both products (plus biases)."""
     sent_scores = _start(scores_M[by_rank_M], exchange.received_R, exchange.sent_R, exchange.group)
     arriving = exchange.send_rows(x_MD)
     scores, gates, ups = _wait(sent_scores)[by_expert], [], []

@@ -74,9 +74,9 @@ class Ballot(NamedTuple):
 
 
 class Replicas(OneGroup):
-    """Connects this rank's group with the other groups. Every rank of a group must make the same calls. A group may
-    take comm.init_timeout_seconds to send its state. All groups of a run must have the same `identity`, plain JSON;
-    `signals` tells whether this rank was asked to stop. Raises ConfigError if torchft is not installed."""
+    """Connects this rank's group with the other groups. Every rank of a group must make the same calls, and all groups
+    of a run must have the same `identity`, plain JSON. `signals` tells whether this rank was asked to stop. Raises
+    ConfigError if torchft is not installed."""
 
     def __init__(
         self,
@@ -146,8 +146,7 @@ class Replicas(OneGroup):
     def begin(
         self, last_step: int, saved: Mapping[str, Any], state: SavedState, abandon: Callable[[int], None]
     ) -> None:
-        """Connect with the other groups, and begin after `last_step`; OneGroup documents the arguments. Raises
-        ConfigError if the lighthouse does not answer."""
+        """Connect with the other groups, and begin after `last_step`. Raises ConfigError without a lighthouse."""
         mark("connecting to the lighthouse")
         self._connect()
         batches = parse_part(saved, "batches_of_groups", Int63 | None)
@@ -211,9 +210,9 @@ class Replicas(OneGroup):
 
     def count(self, valid: Tensor) -> None:
         """Sum a step's number of tokens over the participants, in place, and compare the groups' configs and weights.
-        Does nothing between `totals` and the next step. Raises ConfigError if this group is new and differs from the
-        other groups in config or weights, or has the number of a participant. Raises TrainingError if no group is new,
-        and weights differ from those of a group with a smaller number, which continues."""
+        Does nothing between `totals` and the next step. Raises ConfigError if this group is new and does not fit the
+        other groups. Raises TrainingError if no group is new, and weights differ from those of a group with a smaller
+        number."""
         if self._group_state is not GroupState.PARTICIPANT:
             return
         state, quorum = 0, self.manager._quorum_id
@@ -251,9 +250,8 @@ class Replicas(OneGroup):
     def totals(
         self, loss_sum: Tensor, valid: Tensor, parameters: Iterable[nn.Parameter], signals: Signals, *counts: float
     ) -> Totals | None:
-        """Sum a step's results over the ranks of this group and over the participants; OneGroup documents the
-        arguments. Returns the mean of the groups' gradient norms, which differ only by the rounding of different
-        hardware. Prints the participants when they change."""
+        """Sum a step's results over this group's ranks and over the participants, and print changed participants.
+        Returns the mean of the groups' gradient norms, which differ only by the rounding of different hardware."""
         members = list(parameters)
         self._sum_shards([local_shard(parameter.grad) for parameter in members if parameter.grad is not None])
         norm = gradient_norm(members, self.device)

@@ -39,8 +39,7 @@ times). Rounding alone makes no multiple, because rounding errors are nearly ort
 MULTIPLE = 0.3
 """B counts as a multiple of A if the norm of B - c A is at most this fraction of the norm of B."""
 FAR = 0.7
-"""A distance from which on tensors may be unrelated. Unrelated tensors have the distance sqrt(2), which fingerprints
-estimate below FAR for one pair in 1,000."""
+"""A distance that unrelated tensors may have. They are sqrt(2) apart, but 1 estimate of 1,000 is below FAR."""
 ZERO = 0.02
 """A gradient below this fraction of one rounding of its module's largest gradient is zero except for rounding. Keys'
 biases without rotary embedding had gradients of 0.001 to 0.003 roundings in float64, float32 and bfloat16."""
@@ -50,8 +49,7 @@ ROUNDING = {
     **{name: torch.finfo(getattr(torch, name)).eps / 2 for name in ("float64", "float32", "bfloat16", "float16")},
     **{"float8": 2**-4 / math.sqrt(3), "int8": 2**-6, "int4": 2**-2},
 }
-"""Largest relative error of rounding, by type; for float8, the mean error of a matrix product (PRODUCT_ERROR of
-tests/parallel/test_layouts.py)."""
+"""Largest relative error of rounding, by type; for float8, PRODUCT_ERROR of tests/parallel/test_layouts.py."""
 Distances = Mapping[str, float]
 Descriptions = tuple[Description, Description]
 
@@ -116,8 +114,7 @@ def compare_runs(a: Path, b: Path) -> Iterable[Step]:
 def compare_step(
     a: Mapping[str, Tensor], b: Mapping[str, Tensor], descriptions: Descriptions, before: Distances, *, is_first: bool
 ) -> list[Entry]:
-    """Return the comparison of the tensors that both runs have in a step. `before`: the distances of the previous step
-    by name, if the previous step has fingerprints."""
+    """Return the comparison of all common tensors of a step. `before`: distances of the previous step by name."""
     inputs = inputs_of_entries(a.keys() & b.keys())
     a, b = ({name: own[name] for name in inputs if name in own} for own in (a, b))
     a, b = (own | {GRADIENT_NORM: _gradient_norm(own)} for own in (a, b))
@@ -185,8 +182,7 @@ class _Limits:
         return allowed
 
     def _allowed_of_input(self, tensor: str) -> float:
-        """Return the limit of an input of a step. Steps after the first compare tokens and the buffers of routers only;
-        their other inputs are the previous step's updates."""
+        """Return the limit of an input of a step. Later steps than the first compare tokens and router buffers only."""
         if tensor in ("tokens", "targets") or self.is_first:
             return SUMMED if tensor in ("tokens", "targets") or self.same_weights_dtype else GROWTH * self.of_weights
         if " " in tensor or tensor in self.parameters or f"input {tensor}" not in self.before:
@@ -200,8 +196,7 @@ class _Limits:
 
 
 def _ratio(tensors: tuple[Tensor, ...], far: float, allowed: float, explained: float) -> tuple[float, float]:
-    """Return the constant c with B = c A, and the limit of the distance of A and B, which is lower if c is farther from
-    1 than rounding explains."""
+    """Return the constant c with B = c A, and the limit of their distance, lower if rounding does not explain c."""
     ratio = constant_ratio(*tensors, tolerance=allowed) if far > min(allowed, FACTOR) else 1.0
     factor = max(FACTOR, GROWTH_OF_FACTOR * explained)
     is_multiple = abs(ratio - 1) > factor * max(ratio, 1) and allowed < math.inf

@@ -15,8 +15,7 @@ BACKWARD_ORDER = (
 
 def inputs_of_entries(names: Collection[str]) -> dict[str, list[str]]:
     """Return the inputs of each entry of a step, as entries among `names` or GRADIENT_NORM, in the order of
-    computation: inputs, forward, backward with the gradients of weights, update. Entries with the same inputs share one
-    list; separate lists would take time in proportion to the square of their number."""
+    computation. For speed, entries with the same inputs share one list."""
     found, weights, states, updated = _grouped(names)
     of_module = defaultdict[str, list[str]](list)
     for name in sorted(found["gradient"], key=_backward_order):
@@ -54,8 +53,7 @@ def inputs_of_entries(names: Collection[str]) -> dict[str, list[str]]:
 
 
 def _grouped(names: Collection[str]) -> tuple[defaultdict[str, list[str]], ...]:
-    """Return, in the order of the model, the tensors of each phase, and the entries of each module's weights, of each
-    weight's states, and of each weight's update."""
+    """Return the tensors of each phase, and the entries of each module's weights, each weight's states and update."""
     found, weights, states, updated = (defaultdict[str, list[str]](list) for _ in range(4))
     for name in in_order(names, lambda name: name.partition(" ")[2]):
         phase, _, tensor = name.partition(" ")
@@ -74,8 +72,7 @@ def _backward_order(parameter: str) -> int:
 
 
 def in_order(names: Iterable[str], tensor_of: Callable[[str], str] = str) -> list[str]:
-    """Sort names in the order of the model: embedding, layers by number, norm, output head; unknown names last.
-    `tensor_of` returns the module or tensor of a name."""
+    """Sort names in the order of the model, unknown names last. `tensor_of` returns the module or tensor of a name."""
     first = ["tok_embeddings", "position_embeddings", "layers", "norm", "output"]
 
     def key(name: str) -> tuple[int, int, str]:

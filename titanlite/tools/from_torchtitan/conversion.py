@@ -31,8 +31,7 @@ class Missing(NamedTuple):
 
 
 class Note(NamedTuple):
-    """A text about keys that the file sets. The text is shown if all keys of `when`, and not all of `unless`, have the
-    given values."""
+    """A text about keys that a file sets, shown if all keys of `when`, and not all of `unless`, have these values."""
 
     keys: list[str]
     text: str

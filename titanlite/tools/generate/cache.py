@@ -28,8 +28,7 @@ class Step:
     """By sliding window: the positions that some sequence attends to, and the sequences' mask of them, [B, 1, 1, S]."""
 
     def decode(self, positions: list[int], windows: Iterable[int], device: torch.device) -> None:
-        """Have the next forward add one token per sequence, at `positions`. `windows`: the layers' sliding windows; a
-        window of 0 is unlimited."""
+        """Have the next forward add one token per sequence, at `positions`. `windows`: of the layers; 0: unlimited."""
         self.sequence, self.sequences_B = None, torch.arange(len(positions), device=device)
         self.positions_B = torch.tensor(positions, device=device)
         end, last_B1 = max(positions) + 1, self.positions_B[:, None]
@@ -71,8 +70,7 @@ class CachedAttention(nn.Module):
 
 
 def attach_cache(model: Llama, *, n_sequences: int, length: int, n_kv_heads: int) -> Step:
-    """Give each block's attention a cache for `n_sequences` of `length` positions and this rank's KV heads. Returns the
-    Step to set before each forward."""
+    """Give each block's attention a cache for this rank's KV heads. Returns the Step to set before each forward."""
     step = Step()
     for block in model.layers.values():
         attention, weight = block.attention, block.attention.wo.weight

@@ -65,8 +65,7 @@ def _parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """Run `titanlite generate`, or under torchrun one of its ranks: check the arguments, then start the tensor-parallel
-    ranks if there are several, or generate. Returns the exit status."""
+    """Run `titanlite generate`, or one of its ranks under torchrun. Returns the exit status."""
     arguments = _parser().parse_intermixed_args(argv)
     random = {key: getattr(arguments, key) for key in ("top_k", "top_p", "seed")}
     random = {key: value for key, value in random.items() if value is not None}
@@ -159,8 +158,7 @@ def check_length(options: Model, longest: int, new: int, batch_size: int, itemsi
 
 
 def check_degree(options: Model, degree: int, launch: Launch, *, expert_parallel: bool) -> None:
-    """Raise ConfigError if a model cannot be sharded over `degree` ranks, the node has fewer devices, or torchrun has
-    started another number of ranks."""
+    """Raise ConfigError if a model cannot be sharded over `degree` ranks, or another number of ranks runs."""
     option, n_experts, problems = f"--tensor-parallel-degree = {degree}", options.moe.n_experts, []
     sizes = {f"model.{key}": getattr(options, key) for key in SHARDED}
     if expert_parallel and (degree == 1 or not n_experts):
