@@ -1,8 +1,7 @@
 """Attention sinks (gpt-oss, arXiv:2508.10925; StreamingLLM, arXiv:2309.17453): the softmax of each query head has one
 more key, whose score (the sink) is learned and whose value is 0. A sink lets a head attend to nothing.
 
-SinkAttention computes sinks by their definition: on one device, in generation, and as the reference of tests. On
-parallel layouts TiledAttention computes sinks from the log-sum-exp.
+SinkAttention computes sinks by their definition. On parallel layouts TiledAttention uses the log-sum-exp instead.
 
 Shapes: B batch, T queries, S keys, H query heads, G KV heads, M = H / G, K head_dim.
 """
@@ -41,7 +40,6 @@ class SinkAttention(ScaledDotProductAttention):
         return self._attend(q_BGMK, k_BGSK, v_BGSK, attn_mask, sinks_GM1)
 
     def shard_weights(self, tensor: DeviceMesh | None, expert: DeviceMesh | None) -> None:
-        """Shard the sinks over tensor-parallel ranks, as the query heads are."""
         if tensor:
             self.sinks = nn.Parameter(distribute_tensor(self.sinks, tensor, [Shard(0)], src_data_rank=None))
 

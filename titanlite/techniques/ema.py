@@ -1,9 +1,8 @@
 """Exponential moving average (EMA) of the weights (after Polyak averaging, doi:10.1137/0330046).
 
 After each update of an optimizer, ema = d ema + (1 - d) weights, where d = ema.decay. Up to update ema.start_step the
-average equals the weights. The average is an optimizer state: each rank averages its own shard of a weight without
-communication, and checkpoints save and reshard the averages. Averages are in float32, because bfloat16 would round
-their small changes away; the average of a float64 weight is in float64.
+average equals the weights. The average is an optimizer state: each rank averages its own shard of a weight, and
+checkpoints save the averages. bfloat16 would round away small changes of an average, which is therefore in float32.
 """
 
 import contextlib
@@ -83,6 +82,5 @@ class AveragedValidator(Validator):
         self.batches = batches
 
     def after_step(self, step: int, *, is_last: bool, stopping: bool) -> dict[str, float]:
-        """Validate if a validation is due, with the averages as weights. Return what Validator.after_step returns."""
         with torch.no_grad(), contextlib.ExitStack() as self._averages:
             return super().after_step(step, is_last=is_last, stopping=stopping)

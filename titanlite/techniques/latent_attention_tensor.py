@@ -1,8 +1,7 @@
 """Tensor parallelism of latent attention: heads are sharded; latents, which all heads share, are not.
 
-Each rank computes the latents of its own shard of the sequence, with replicated weights. One collective gathers the
-latents over the sequence; the residual stream, which is wider, is gathered only if queries have no latent. From the
-gathered latents, each rank computes its own heads.
+Each rank computes the latents of its own shard of the sequence, with replicated weights, and its own heads from the
+gathered latents. The residual stream, which is wider, is gathered only if queries have no latent.
 """
 
 import functools

@@ -1,9 +1,8 @@
 """LoRA (low-rank adaptation, arXiv:2106.09685), for fine-tuning: weights are frozen, and targeted linear layers compute
 W x + alpha / R B A x. Only the adapters' factors A and B have gradients and optimizer states. There is no dropout.
 
-Tensor parallel shards B like the rows of W in a column-wise layer, and A like the columns of W in a row-wise layer; it
-replicates the other factor. An adapter takes its layer's gathered input and adds to the layer's output before the
-reduce-scatter, so it adds no collective except the sum of the replicated factor's gradient (R x I or R x O numbers).
+Tensor parallel shards B like the rows of W in a column-wise layer, and A like the columns of W in a row-wise layer; the
+other factor is replicated. An adapter adds no collective except the sum of the replicated factor's gradient.
 
 A is stored transposed, [I, R], because FSDP shards the first dimension, and R may be less than the number of ranks.
 

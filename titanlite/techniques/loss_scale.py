@@ -26,7 +26,6 @@ class LossScale:
             self.value, self._good_steps = self.value * 2, 0
 
     def state(self) -> dict[str, list[float]]:
-        """Return the entry of the loss scale in a checkpoint's state."""
         return {"loss_scale": [self.value, self._good_steps]}
 
     def load(self, state: dict[str, Any]) -> None:

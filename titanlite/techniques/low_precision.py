@@ -8,8 +8,7 @@ outside the products keep their dtypes.
 - INT8 (SwitchBack, arXiv:2304.13013, but in all three products): each row of the left operand and each column of the
   right operand has a scale. Sums are int32, and exact.
 
-This file multiplies local shards, because DTensor does not support torchao's MXFP8 and INT8 layers: DTensor hides
-the MXFP8 weight wrapper from the products, and has no sharding strategy for aten._int_mm.
+This file multiplies local shards, because DTensor does not support torchao's own MXFP8 and INT8 layers.
 """
 
 from collections.abc import Callable
@@ -54,7 +53,7 @@ def convert_linear_layers(
     if not names and not (model and _convertible(model(), skipped, multiple)):
         raise ConfigError([f"{section}.enable = true: no layer is converted; see {section}.filter_fqns, or set false"])
     if float8.enable and not is_mxfp8:
-        from titanlite.parallel.float8 import convert_to_float8  # not at the top: importing torchao takes a second
+        from titanlite.parallel.float8 import convert_to_float8  # imported here: torchao takes a second to import
 
         convert_to_float8(stage, float8, names)
         return

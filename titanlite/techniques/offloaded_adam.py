@@ -31,7 +31,6 @@ class Slot:
             self.copied.synchronize()
 
     def wait_until_free(self) -> None:
-        """Wait until the previous shard of this slot is back on the device."""
         if self.free:
             self.free.synchronize()
 

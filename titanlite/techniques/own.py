@@ -147,7 +147,7 @@ def _wrong_forward(block: nn.Module, model: Model) -> dict[str, str]:
         y_ND = block(x_ND, rope_TK2, None)
     except (RuntimeError, TypeError) as error:
         if isinstance(error, NotImplementedError) or "meta tensor" in str(error):
-            return {}  # no problem: the forward, or an operator in it, reads values, which meta tensors lack
+            return {}  # the forward, or an operator in it, reads values, which meta tensors lack
         return {"forward": f"fails on x of {tuple(x_ND.shape)}: {str(error).splitlines()[0]}"}
     if y_ND.shape != x_ND.shape:
         return {"forward": f"makes {tuple(y_ND.shape)} of {tuple(x_ND.shape)}; expected the same shape"}

@@ -4,14 +4,12 @@ If a query head's largest logit over the global batch was above the threshold, t
 scaled so that the head's logits change by the factor gamma = threshold / largest:
 
 - If each query head has a KV head of its own, the weights of queries and of keys are scaled by sqrt(gamma).
-- If several query heads share a KV head, only the weights of queries are scaled, by gamma: scaling the KV head's
-  weights would change the logits of the other query heads, too.
-- In latent attention, channels without rotary embedding are scaled by sqrt(gamma) in queries and in keys. Rotated keys,
-  which all heads share, are not scaled, and rotated queries are scaled by gamma.
+- If several query heads share a KV head, only the weights of queries are scaled, by gamma.
+- In latent attention, channels without rotary embedding are scaled by sqrt(gamma) in queries and in keys. Rotated
+  queries are scaled by gamma, and rotated keys, which all heads share, are not scaled.
 
-Attention backends return no logits, so a hook multiplies queries by keys once more, in blocks of queries and without
-gradients. Under the causal mask the product takes B x T x S x K floating-point operations per query head, like one of
-the 7 products of attention's forward and backward. On a GPU, writing and reading the logits takes longer.
+Attention backends return no logits, so a hook multiplies queries by keys once more, which takes B x T x S x K
+floating-point operations per query head, like one of the 7 products of attention's forward and backward.
 
 Shapes: B batch, T tokens of this rank, S of the sequence, H query heads, G KV heads, M = H / G, K head_dim, L layers.
 """
@@ -85,7 +83,6 @@ def _queries(attention: nn.Module) -> nn.Module:
 
 
 def _factors(attention: nn.Module, gamma_H: Tensor) -> list[tuple[nn.Module, Tensor]]:
-    """Return the linear layers to scale, each with one factor per output."""
     root, queries = gamma_H.sqrt(), _queries(attention)
     if hasattr(attention, "wkv_b"):
         plain, rotated, values = attention.nope_dim, attention.rope_dim, attention.v_head_dim
@@ -126,7 +123,7 @@ def record(
         queries, keys = q_BTGMK[:, int(block[0]) : int(block[-1]) + 1], k[:, begin:end]
         logits_BGMTS = torch.einsum("btgmk,bsgk->bgmts", queries, keys)
         first_BT1, at_T1 = (_on_device(x[..., block], q.device).unsqueeze(-1) for x in (first_BT, at_T))
-        left, right = int(first_BT[:, block].max()), int(at_T[block].min()) + 1  # all attend to keys [left, right)
+        left, right = int(first_BT[:, block].max()), int(at_T[block].min()) + 1  # unmasked keys: [left, right)
         for some in ((begin, left), (right, end)) if left < right else ((begin, end),):
             key_S = torch.arange(*some, device=q.device)
             unseen_BTS = (key_S > at_T1) | (key_S < first_BT1)
@@ -144,7 +141,7 @@ def _gathered(
     k_BTGK: Tensor, document_positions_BS: Tensor | None, ring: str, ulysses: str
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the full sequence's keys in order, and the positions of this rank's tokens in sequence and documents."""
-    from titanlite.parallel.tiled_attention import _GROUPS  # not at the top: only context parallel needs the module
+    from titanlite.parallel.tiled_attention import _GROUPS  # imported here: only context parallel needs it
     from titanlite.parallel.tiles import local_positions
 
     groups = _GROUPS[ulysses], _GROUPS[ring]

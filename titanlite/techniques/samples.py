@@ -1,7 +1,6 @@
 """Samples of a training run: after each validation, some prompts are continued with the weights of that step.
 
-Without a KV cache, each generated token takes a forward of full sequences, in batches of validation's shape. Samples
-therefore work under every layout whose ranks have full sequences, and compile nothing again.
+Each generated token takes a forward of full sequences, in validation's shape, so that no layout needs a KV cache.
 """
 
 import torch

@@ -60,7 +60,6 @@ class CorruptionCheck(Observer):
             checkpointer.agreed_step = 0
 
     def after_backward(self, step: int, batches: list[Batch], loss_sum: Tensor, *, is_test: bool) -> None:
-        """Check every `freq`-th step, and every test of the last weights. Raises the TrainingError of `check`."""
         if is_test or step % self.freq == 0:
             self.check(step, loss_sum, lambda: self.train_step.forward_backward(batches, self.guard.loss_scale))
 

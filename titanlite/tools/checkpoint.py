@@ -8,8 +8,7 @@ checksum. Checkpoints that no run resumes from are only listed: step-N.diverged,
 
 `average` writes the mean of the weights of all checkpoints (a model soup, arXiv:2203.05482, or stochastic weight
 averaging, arXiv:1803.05407) as OUT/checkpoint/step-N, where N is the newest step, and the newest run's config.toml into
-OUT. OUT has no optimizer states: titanlite export, generate and eval read OUT, and a run starts from OUT by
-checkpoint.initial_load_path. Only one tensor at a time is in memory.
+OUT. OUT has no optimizer states. titanlite export, generate, eval and checkpoint.initial_load_path can read OUT.
 
 Exit status: 0 every checkpoint that a run may resume from is complete and undamaged; 2 one is not, or there is none.
 """

@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
     options = vars(parser.parse_args(argv))
     checkpoint, out, verifies = options["checkpoint"], options["out"], options.pop("verify")
     if not verifies or not (out / "config.json").is_file():
-        from titanlite.checkpoint.export import run  # not at the top, so that --help does not wait for torch
+        from titanlite.checkpoint.export import run  # imported here, so that --help does not wait for torch
 
         try:
             run(**options, verifies=verifies)
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
             print(f"error: {out}: cannot be written: {error}", file=sys.stderr)
             return 1
     if verifies:
-        from titanlite.tools.verify_export import verify  # not at the top: an export needs no model
+        from titanlite.tools.verify_export import verify  # imported here: an export needs no model
 
         return 0 if verify(checkpoint, out, options["ema"]) else 1
     return 0

@@ -1,9 +1,8 @@
 """Print the lines of titanlite that a config executes: building a run, one training step, a validation where enabled.
 
-The model is shrunk and the layout stays, as in titanlite parity; the ranks are processes on this machine's CPUs. The
-ranks train on pydoc_topics, unless the config has own data, without torch.compile, checkpoints and replica groups.
-Files are printed in the order in which rank 0 enters them; lines that no rank runs after the imports are folded. Exit
-status: 0 done; 2 the config is wrong.
+The model is shrunk and the layout stays, as in titanlite parity. The ranks are processes on this machine's CPUs, and
+train on pydoc_topics, unless the config has own data, without torch.compile, checkpoints and replica groups. Lines that
+no rank runs after the imports are folded. Exit status: 0 done; 2 the config is wrong.
 """
 
 import ast
@@ -42,7 +41,7 @@ def main(argv: list[str]) -> int:
     n_ranks, training = ranks_wanted(loaded, os.environ, n_devices=0), loaded.config.training
     config, _ = smaller(loaded, Launch(0, 0, n_ranks, n_ranks, 0), training.mixed_precision_param)
     check_memory(loaded.file, n_ranks)
-    from titanlite.tools.parity.process_pool import ProcessPool  # not at the top: imports torch
+    from titanlite.tools.parity.process_pool import ProcessPool  # imported here: it imports torch
 
     others = "" if arguments.all else "(parallel/|techniques/|torch_)"
     files = rf"{HEART}|{re.escape(f'{PACKAGE}/')}{others}.*|{re.escape(own.place.rpartition(':')[0])}"
@@ -70,12 +69,12 @@ def one_step(config: Config) -> Config:
 
 def lines_of_a_step(config: Config, files: str) -> dict[str, set[int]]:
     """Train on a rank of a pool. Return by file, if its path matches `files`, the lines that run in functions."""
-    from titanlite.train import train  # not at the top, so that --help does not wait for torch
+    from titanlite.train import train  # imported here, so that --help does not wait for torch
 
     ran: dict[str, set[int]] = {}
 
     def trace(frame: FrameType, event: str, _: object) -> object:
-        if event == "line" and frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # in a function, not a module or class
+        if event == "line" and frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # a line of a function, not of a module
             ran.setdefault(frame.f_code.co_filename, set()).add(frame.f_lineno)
         return trace if re.fullmatch(files, frame.f_code.co_filename) else None
 

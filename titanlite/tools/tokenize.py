@@ -10,8 +10,7 @@ for a mixture, the epochs and the share of each dataset.
 --show N also prints the first N rows that the run trains on, decoded: ⟦trained spans⟧, «special tokens» and the limits
 of documents. --html FILE writes these rows as a page, too.
 
-Exit status: 0 the token cache is complete, or the command was asked to stop; 2 the config or the dataset is wrong; 1
-any other error.
+Exit status: 0 the cache is complete, or the command was asked to stop; 2 the config or dataset is wrong; 1 other error.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def tokenize(argv: list[str]) -> None:
     if config.training.datasets:
         print_mixture(config, open_mixture(tokenizer, config.training, caches, seed=config.debug.seed))
     if arguments.show:
-        from titanlite.tools.tokenized_rows import show_rows  # not at the top: imports torch and rich
+        from titanlite.tools.tokenized_rows import show_rows  # imported here: it imports torch and rich
 
         of_run = config.training, config.validation
         sequences, *_ = open_sequences(tokenizer, *of_run, seed=config.debug.seed, builds_cache=True)

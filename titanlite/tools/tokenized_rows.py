@@ -40,7 +40,7 @@ def show_rows(
         texts.append(row_text(tokenizer, sequence, training, place))
         console.print(texts[-1])
     if html:
-        from titanlite.tools.html_page import page, printed  # not at the top: matplotlib takes a second to import
+        from titanlite.tools.html_page import page, printed  # imported here: matplotlib takes a second to import
 
         html.write_text(page("Rows of a run", "".join(printed(text, 110) for text in texts)), encoding="utf-8")
         print(f"wrote {html}")
@@ -48,7 +48,7 @@ def show_rows(
 
 def row_text(tokenizer: Tokenizer, sequence: Sequence, training: Training, place: str) -> Text:
     """Return the text of a row: all input tokens, and the last target. Tokens that are targets are trained on."""
-    from titanlite.data.loader import SequenceShard, collate, count  # not at the top: workers import no torch
+    from titanlite.data.loader import SequenceShard, collate, count  # imported here: it imports torch
     from titanlite.data.packing import PADDING
     from titanlite.loss import IGNORED
 
@@ -68,7 +68,6 @@ def row_text(tokenizer: Tokenizer, sequence: Sequence, training: Training, place
 
 
 def _document(tokenizer: Tokenizer, tokens: list[int], is_trained: list[bool]) -> Text:
-    """Return the text of a document, or of the tokens of a document that a row contains."""
     text, was_trained = Text(), False
     for trained, name, content in tokenizer.call(runs_of, tokens, is_trained):
         text.append("⟦" if trained > was_trained else "⟧" if trained < was_trained else "", TRAINED)

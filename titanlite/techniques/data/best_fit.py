@@ -1,8 +1,7 @@
 """Best-fit packing (arXiv:2404.10830): documents stay whole, and share sequences so that few tokens are padding.
 
 Each shard of the token cache is packed by itself: the longest document first, each into the fullest sequence that still
-has room for the document. The result is a packing table, a file in which any rank finds sequence i at once. The table
-depends only on the lengths of documents and sequences, so the order of sequences is the same for any number of ranks.
+has room for the document. A packing table, which depends only on lengths, stores the documents of each sequence.
 
     <token cache>/best_fit-train-2048-split/packing.json    how many sequences each shard has
     <token cache>/best_fit-train-2048-split/00000.table     int64: the index of each sequence's first document,

@@ -1,10 +1,8 @@
 """Chat templates turn the messages of a conversation into tokens, and tell which tokens the assistant has said.
 
-transformers renders the template, a file of the tokenizer, in jinja2's sandbox, in which a template can reach neither
-files nor attributes that lead to code.
-
-The template may write special tokens, but a message that spells a special token is ordinary text, unless an option says
-otherwise. Therefore special tokens in messages are replaced by two characters while the template runs.
+transformers renders templates in jinja2's sandbox, in which a template can reach neither files nor code. The template
+may write special tokens, but a special token in a message is ordinary text, unless an option says otherwise: while the
+template runs, two other characters replace the special tokens of messages.
 """
 
 import contextlib
@@ -92,7 +90,7 @@ class ChatTemplate:
             *_, words = self._source(row.tools)
             unread |= unread_keys(training, row.messages, words)
             special = training.special_tokens_in_text == "special"
-            if self._searched < N_SEARCHED and not special:  # only the first conversations
+            if self._searched < N_SEARCHED and not special:  # checks the first conversations only
                 self._searched += 1
                 unread |= spelled(self.tokenizer, [f"{row.messages}{row.tools}"])
             found = self.conversations(row, special=special)

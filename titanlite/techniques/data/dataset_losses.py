@@ -26,7 +26,7 @@ class DatasetLosses(Observer):
     ):
         self.mixture, self.loader, self.data_rank, self.device = mixture, loader, data_rank, train_step.device
         self.batch_size, self.degree = training.global_batch_size, train_step.parallelism.data_parallel_degree
-        self.tokens = training.seq_len // train_step.parallelism.context_parallel_degree  # this rank's, per sequence
+        self.tokens = training.seq_len // train_step.parallelism.context_parallel_degree  # on this rank, per sequence
         self._recorded: list[Tensor] | None = None
         self._totals = self._zeros()
         if train_step.contributes_loss:
@@ -42,7 +42,6 @@ class DatasetLosses(Observer):
             self._recorded.append(both.unflatten(0, (-1, self.tokens)).sum(1))
 
     def before_backward(self, step: int) -> None:
-        """Begin to record token losses."""
         self._recorded = []
 
     def after_backward(self, step: int, batches: list[Batch], loss_sum: Tensor, *, is_test: bool) -> None:

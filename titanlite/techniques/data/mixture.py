@@ -1,8 +1,7 @@
 """Mixtures: packed sequences of several datasets in one endless order, in exact shares, the same for any ranks.
 
-The order consists of blocks of MIXTURE_BLOCK sequences. Integer arithmetic (earliest deadline first) gives each dataset
-its exact share of all sequences after each block, rounded up or down. Sequences are shuffled within a block, so that no
-data-parallel rank always reads the same dataset.
+After each block of MIXTURE_BLOCK sequences, each dataset has its exact share of all sequences, rounded up or down.
+Sequences are shuffled within a block, so that no data-parallel rank always reads the same dataset.
 """
 
 from __future__ import annotations
@@ -203,7 +202,7 @@ class MixedSequences:
         counts, left = [0.0] * len(self.components), float(n)
         while left and (active := {i: self.components[i] for i in self._active(counts)}):
             total = sum(each.share for each in active.values())
-            ends = {}  # by dataset: sequences of the mixture until the dataset reaches its limit
+            ends = {}  # dataset -> sequences of the mixture until the dataset reaches its limit
             for i, each in active.items():
                 ends[i] = math.inf if each.limit is None else (each.limit - counts[i]) * total / each.share
             taken = min(left, *ends.values())
@@ -270,7 +269,6 @@ class MixedSequences:
 
 
 def _is_possible(state: _Mixture, position: int) -> bool:
-    """Return whether `MixedSequences.state` can have returned a saved state at a position."""
     counts, phase, read = state.counts, state.phase, state.read
     return (
         0 <= position - state.first <= MIXTURE_BLOCK
@@ -296,7 +294,6 @@ class MixedValidation:
         return f"{self.n_sequences:,} packed sequences of {len(self.splits)} datasets"
 
     def __getitem__(self, index: int) -> Sequence:
-        """Return a sequence; past the end, a sequence of padding only, as ValidationSequences does."""
         if index >= self.n_sequences:
             return self.splits[0][self.splits[0].n_sequences]
         number = int(self._order[index])

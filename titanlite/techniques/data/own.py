@@ -46,7 +46,6 @@ class OwnSequences:
         return {"own": self.data.state(position)} if hasattr(self.data, "state") else {}
 
     def resumed(self, loader_state: dict[str, Any] | None) -> OwnSequences:
-        """Continue from where a run stopped, given the run's loader state; None: from the beginning."""
         if loader_state and "own" in loader_state:
             self.data.load(loader_state["own"])
         return self

@@ -163,7 +163,7 @@ class StreamingSequences:
                 advance -= taken
                 if pending[0][2] == len(tokens):
                     pending.popleft()
-            position, _, used = pending[0]  # not empty: the last token, shared with the next sequence, is pending
+            position, _, used = pending[0]  # the last token, shared with the next sequence, is pending
             yield sequence, {"position": position, "used": used}
 
     def _documents(self, shard: int, start: ShardState) -> Iterator[tuple[Any, np.ndarray, int]]:

@@ -51,7 +51,6 @@ class Description(Record):
 
 
 def write(folder: Path, description: Description, fingerprints: Mapping[str, Tensor]) -> None:
-    """Write the file of a step atomically into the folder of a run."""
     metadata = {KEY: description.model_dump_json()}
     tensors = {name: tensor.cpu() for name, tensor in fingerprints.items()}
     path = _path(folder, description.step)
@@ -60,7 +59,6 @@ def write(folder: Path, description: Description, fingerprints: Mapping[str, Ten
 
 
 def steps_of(folder: Path) -> list[int]:
-    """Return the steps of a run that have fingerprints, ascending. `folder`: the folder of the run."""
     name = re.compile(r"step-(0|[1-9][0-9]{0,17})\.safetensors")
     names = (name.fullmatch(path.name) for path in (folder / FOLDER).glob("step-*"))
     return sorted(int(name[1]) for name in names if name)

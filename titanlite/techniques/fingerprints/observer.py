@@ -138,7 +138,6 @@ class Fingerprints(Observer):
         self._awaits_update = True
 
     def _see_output(self, name: str, module: nn.Module, _: Any, output: Tensor) -> None:
-        """Record the output of a module and, in the backward, the gradient of the output."""
         if not self._is_active:
             return
         call, own = self._calls[name], local_shard(output.detach())
@@ -176,7 +175,7 @@ class Fingerprints(Observer):
     def _add_tensor(self, phase: str, name: str, tensor: Tensor) -> None:
         offset, size = shard_slice(tensor)
         rows = rows_of_slice(offset, size, tensor.shape)
-        matrix = local_shard(tensor.detach()).reshape(len(rows), size[-1])  # no -1: a shard may have 0 rows
+        matrix = local_shard(tensor.detach()).reshape(len(rows), size[-1])  # an empty shard has 0 rows
         coverage = matrix.numel() / tensor.numel()
         self._add(f"{phase} {name}", fingerprint(name, matrix, rows, offset[-1]), coverage)
 

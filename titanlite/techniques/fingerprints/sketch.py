@@ -5,8 +5,7 @@ ranks is the fingerprint of the full tensor. The mean square of the differences 
 average, the squared distance of the tensors (Johnson and Lindenstrauss 1984; signs: Achlioptas 2003).
 
 In vector k (1 .. 16), element (r, c) of a matrix has the sign a[k, r] * b[k, c] * s[r, c], where a, b and s are hashes.
-s makes the signs within a vector independent; a and b make the signs of two vectors uncorrelated, so that the mean has
-the variance of 16 independent vectors. Only s takes work per element: a and b are matrices of 16 columns in products.
+s makes the signs within a vector independent; a and b, which are cheap, make the signs of two vectors uncorrelated.
 """
 
 import math
@@ -63,7 +62,6 @@ def rows_of_slice(offset: Sequence[int], size: Sequence[int], shape: Sequence[in
 
 
 def scaled(own: Tensor, factor: Tensor | float) -> Tensor:
-    """Return the fingerprint of a tensor multiplied by a factor."""
     return torch.cat([own[:1] * factor * factor, own[1:] * factor])
 
 

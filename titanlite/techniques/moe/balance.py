@@ -2,7 +2,7 @@
 losses, or by both.
 
 Routers record the load in the backward (router.py). After each optimizer step, LoadBalance sums the records of all
-ranks and gradient accumulation steps. In the next step, routers choose experts and weight losses by these sums.
+ranks, by which routers choose experts and weight losses in the next step.
 
 Shapes: L layers of the full model, E experts.
 """
@@ -53,7 +53,7 @@ class LoadBalance:
             load_E = loads[index]
             router.load.copy_(load_E.where(taken, router.load))
             if router.balance_bias is not None:
-                below_E = (load_E.sum() - n_experts * load_E).sign()  # in integers, so no rounding changes the sign
+                below_E = (load_E.sum() - n_experts * load_E).sign()  # integers: rounding cannot change the sign
                 router.balance_bias += self.moe.balance_bias_rate * below_E * taken
 
     def metrics(self) -> dict[str, Any]:

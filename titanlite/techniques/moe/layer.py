@@ -1,7 +1,6 @@
 """A mixture of experts: a router sends each token to a few of many feed-forward layers (arXiv:1701.06538).
 
-No tokens are dropped: the pairs of a token and one of its experts are sorted by expert, so that the tokens of an expert
-are consecutive rows, and an expert can have any number of rows.
+No tokens are dropped: the tokens of an expert are consecutive rows, of which an expert can have any number.
 
 Shapes: N tokens, D model width, E experts, F width of an expert, K experts per token, M = N x K pairs.
 """
@@ -90,7 +89,7 @@ class Experts(nn.Module):
             return product(_SwiGLU.apply(gate_MF, up_MF, scores_M, self.operators, self.clamp), w2)
         numbers_E = torch.arange(len(counts_E), device=counts_E.device)
         expert_M = numbers_E.repeat_interleave(counts_E, output_size=len(x_MD))
-        of_gate, of_out, of_up = (F.embedding(expert_M, bias) for bias in biases)  # its backward sums in a fixed order
+        of_gate, of_out, of_up = (F.embedding(expert_M, bias) for bias in biases)  # backward in a fixed order
         hidden_MF = _SwiGLU.apply(gate_MF + of_gate, up_MF + of_up, scores_M, self.operators, self.clamp)
         return product(hidden_MF, w2) + of_out * scores_M.to(of_out.dtype).unsqueeze(1)
 

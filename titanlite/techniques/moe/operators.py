@@ -1,7 +1,6 @@
 """Memory-bound operators of a mixture of experts: eager, or compiled, each to one kernel that reads its inputs once.
 
-Shapes: N tokens, D model width, K experts per token, M = N x K pairs of a token and one of its experts, R rows of
-experts, F width of an expert.
+Shapes: N tokens, D model width, K experts per token, M = N x K pairs, R rows of experts, F width of an expert.
 """
 
 import functools

@@ -41,7 +41,7 @@ class ShardableMixture(MixtureOfExperts):
         placements = {"w1": outputs, "w2": inputs, "w3": outputs, **of_bias}
         for name, _ in list(experts.named_parameters()):
             _distribute(experts, name, expert or tensor, placements[name])
-        is_first = expert is not None or tensor.get_local_rank() == 0  # only the first rank of a sum adds the bias
+        is_first = expert is not None or tensor.get_local_rank() == 0  # one rank of each sum adds the bias
         experts.weights = functools.partial(_local_weights, experts, is_first)
         if expert:
             self.sort_key = functools.partial(_by_local_expert, expert.size(), self.router.n_experts)
@@ -129,7 +129,6 @@ class _Exchange:
         self.sent_R, self.received_R = ([sum(sizes) for sizes in each] for each in both)
 
     def of_own_experts(self, scores: Tensor) -> tuple[Tensor, ...]:
-        """Split received scores by the experts of this rank."""
         return scores.split([sum(sizes) for sizes in self.received_LR])
 
     def send_rows(self, x_MD: Tensor) -> list[Tensor]:
@@ -193,6 +192,7 @@ class _ExchangedExperts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_y_MD: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the arguments of `forward`."""
         exchange, d_x_MD = ctx.exchange, torch.empty_like(d_y_MD)
         arriving = exchange.send_rows(d_y_MD.contiguous())
         saved = ctx.keeper.saved_tensors

@@ -63,7 +63,7 @@ class Router(nn.Module):
         sums_E = (scores_NE / scores_NE.sum(-1, keepdim=True)).sum(0)  # each token's scores sum to 1
         loss = z_loss = sums_E.new_zeros(())
         if self.moe.balance_loss_weight:
-            load_E = self.load.where(self.load.any(), 1).to(sums_E.dtype)  # in the first step, equal loads
+            load_E = self.load.where(self.load.any(), 1).to(sums_E.dtype)  # equal loads in the first step
             shares_E = load_E / load_E.sum()
             loss = loss + self.moe.balance_loss_weight * self.n_experts * (shares_E * sums_E).sum()
         if self.moe.z_loss_weight:

@@ -1,9 +1,8 @@
 """Replica groups that may die: launches of the same config that torchft (github.com/pytorch/torchft) connects.
 
-Each rank has a torchft Manager, which connects it with the ranks of the same number in the other groups. In each step
-the participants sum their token counts and gradients, so the step equals a single process's step on all samples of the
-groups. If a group dies during a step, the other groups take the step again. A group that returns is recovering: it
-copies the state of a participant from the participant's memory, and continues at the participant's step.
+A torchft Manager connects each rank with the ranks of the same number in the other groups. In each step, participants
+sum their token counts and gradients, so the step equals a single process's step on all samples. If a group dies during
+a step, the other groups take the step again. A group that returns copies the state and the step of a participant.
 """
 
 import itertools
@@ -53,8 +52,6 @@ History = Annotated[list[tuple[int, int, list[int]]], Field(max_length=1_000_000
 
 
 class GroupState(Enum):
-    """The activity of a replica group."""
-
     JOINING = "waits for the quorum of the next step"
     RECOVERING = "copies the state of a participant; an error is its own, and ends it"
     PARTICIPANT = "takes a step"
@@ -103,7 +100,6 @@ class Replicas(OneGroup):
         require_torchft()
 
     def _connect(self) -> None:
-        """Connect this group with the other groups. Raises ConfigError if the lighthouse does not answer."""
         section = self.section
         # Titanlite logs a failure in one line. torchft reads RUST_LOG when it is imported.
         os.environ.setdefault("RUST_LOG", "error")
@@ -156,7 +152,6 @@ class Replicas(OneGroup):
         mark("starting the loop")
 
     def state(self) -> dict[str, Any]:
-        """Return the groups' state for a checkpoint, as plain JSON."""
         return {"batches_of_groups": self.manager.batches_committed(), "history": self._history}
 
     def steps(self, last_step: int, last: int) -> Iterator[int]:
@@ -284,7 +279,7 @@ class Replicas(OneGroup):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # before WAITING, so that the watchdog limits the wait for the device
         self._group_state, error = GroupState.JOINING, self.manager.errored()
-        mark(WAITING, limited=False)  # no limit: another group may be copying this group's state
+        mark(WAITING, limited=False)  # another group may be copying this group's state
         committed = self.manager.should_commit()
         mark("updating the weights")
         if not committed:

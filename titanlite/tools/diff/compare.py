@@ -67,7 +67,6 @@ class Entry(NamedTuple):
 
     @property
     def differs(self) -> bool:
-        """Whether the tensor differs by more than its inputs and rounding explain."""
         return not self.distance <= self.allowed  # true if a number is NaN
 
 
@@ -82,7 +81,6 @@ class Step(NamedTuple):
 
     @property
     def first(self) -> Entry | None:
-        """The first entry that differs."""
         return next((entry for entry in self.entries if entry.differs), None)
 
 

@@ -12,7 +12,7 @@ from titanlite.tools.diff.report import PHASES, judge, report
 from titanlite.tools.html_page import WIDTH, figure_style, page, printed, svg_figure
 
 SMALLEST = 1e-18  # smaller distances, also 0, are drawn as SMALLEST
-REPORT_WIDTH = 150  # in columns of a terminal
+REPORT_WIDTH = 150  # columns of a terminal
 PHASE_COLOURS = dict(zip(PHASES, ("#999999", "#4477aa", "#cc6677", "#ddaa33", "#117733"), strict=True))
 ALL_STEPS = """Each column is a tensor, in the order of computation within a step; each row is a step. The colour is \
 the relative distance of the two runs."""

@@ -97,7 +97,6 @@ def header(source: str, rows: list[Row], problems: list[str]) -> list[str]:
 
 
 def problems_of(conversion: Conversion, name: str) -> list[str]:
-    """Return the problems of the converted config, one line each."""
     try:
         load_values(parse_toml(toml_of(conversion, [])), name, [])
     except ConfigError as error:

@@ -109,7 +109,6 @@ class Conversion:
         return [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
 
     def put(self, option: str, value: Any, key: str) -> None:
-        """Set an option, and record the key of torchtitan that sets the option."""
         self.options[option] = value, key
 
     def note(self, key: str, text: str, status: str = MEANING_CHANGED) -> None:
@@ -195,6 +194,5 @@ def shown(value: Any) -> str:
 
 
 def hint(key: str) -> str:
-    """Return a hint that names a known key with a similar spelling."""
     near = difflib.get_close_matches(key, [*SAME, *OPTIONS, *NOT_OFFERED, *OF_0_2], n=1, cutoff=0.8)
     return f"; did you mean {near[0]}?" if near else ""

@@ -1,8 +1,7 @@
 """The KV cache stores keys and values of earlier tokens, so that a forward computes the new tokens only.
 
-CachedAttention replaces each block's inner attention, the only module that sees several tokens at once. Each prompt
-takes a forward of its own, without padding. Each later forward adds one token to every sequence, at the sequence's own
-position.
+CachedAttention replaces each block's inner attention. Each prompt takes a forward of its own, without padding. Each
+later forward adds one token to every sequence, at the sequence's own position.
 
 Shapes: B sequences, T tokens, S positions of the cache, H query heads, G KV heads, M = H / G, K head_dim.
 """

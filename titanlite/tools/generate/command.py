@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
     if not texts:
         raise ConfigError(["command line: expected a prompt, or --prompts FILE with one; --help tells more"])
 
-    import torch  # not at the top, so that --help and wrong arguments do not wait for the import
+    import torch  # imported here, so that --help and wrong arguments do not wait for the import
 
     from titanlite.data.tokenizer import continuation, encode_prompts
     from titanlite.tools.generate.folder import open_folder
@@ -89,7 +89,7 @@ def main(argv: list[str]) -> int:
     tokenizer = folder.tokenizer(arguments.tokenizer)
     stop = folder.stop_tokens(tokenizer)
     if arguments.chat:
-        from titanlite.techniques.data.chat_template import encode_questions  # not at the top: only --chat needs it
+        from titanlite.techniques.data.chat_template import encode_questions  # imported here: only --chat needs it
 
         prompts = tokenizer.call(encode_questions, texts)
         list(map(tokenizer.rows.require, texts, prompts))  # rejects a token without an embedding
