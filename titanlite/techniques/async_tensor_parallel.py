@@ -1,4 +1,4 @@
-"""Async tensor parallel on CUDA: inductor overlaps collectives with matrix products. No GPU has run it yet."""
+"""Async tensor parallel on CUDA: inductor overlaps collectives with matrix products (not run on a GPU yet)."""
 
 import warnings
 

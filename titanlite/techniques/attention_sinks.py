@@ -27,7 +27,7 @@ class SinkAttention(ScaledDotProductAttention):
     def forward(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Documents | None = None) -> Tensor:
         """Return the output [B, T, H, K]. The arguments are those of ScaledDotProductAttention.forward."""
         if documents is not None:
-            return super().forward(q_BTHK, k_BTGK, v_BTGK, documents)  # the base class calls this for each document
+            return super().forward(q_BTHK, k_BTGK, v_BTGK, documents)  # the base class calls forward for each document
         q_BHTK, k_BGTK, v_BGTK = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
         full_TT = q_BHTK.new_ones(q_BHTK.shape[2], q_BHTK.shape[2], dtype=torch.bool)
         mask_TT = full_TT.tril().triu(1 - (self.window or len(full_TT)))

@@ -54,7 +54,7 @@ class LatentAttention(nn.Module):
 
     def forward(self, x_ND: Tensor, rope_TK2: Tensor, documents: Documents | None) -> Tensor:
         """Return the output [N, D]. The arguments are those of model.Attention.forward."""
-        sizes = -1, rope_TK2.shape[-3]  # -1 stands for the number of this rank's sequences, and below of its heads
+        sizes = -1, rope_TK2.shape[-3]  # -1: as many sequences (below: heads) as this rank has
         *q_latent, kv_NL, k_NR = self.latents(x_ND)
         q_NHK = (self.wq_b(*q_latent) if self.wq is None else self.wq(x_ND)).unflatten(-1, (-1, self.head_dim))
         q_BTHP, q_BTHR = q_NHK.unflatten(0, sizes).split((self.nope_dim, self.rope_dim), dim=-1)

@@ -11,8 +11,8 @@ Saved = tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], Int63]
 
 
 class LossScale:
-    """The factor that multiplies the loss before the backward, and divides gradients after it. `update` doubles it
-    after `growth_interval` steps without overflow, and halves it after a step with overflow."""
+    """The factor that multiplies the loss before the backward, and divides gradients after it. `update` doubles
+    the factor after `growth_interval` steps without overflow, and halves the factor after an overflow."""
 
     def __init__(self, initial: float, growth_interval: int):
         self.value, self.growth_interval, self._good_steps = initial, growth_interval, 0

@@ -60,10 +60,10 @@ class LowBitAdam(AdamW8bit):
 
     States in float8, int8 (arXiv:2110.02861) and int4 (arXiv:2309.01507) are quantized: the elements of a block share a
     scale. A quantized state stays in float32 if a rank's shard has fewer than 4096 elements (mostly norms) or is not a
-    multiple of a block. If states are in bfloat16, states that small keep the type of their weight.
+    multiple of a block. bfloat16 states with fewer than 4096 elements keep the type of their weight.
 
-    The states of weights in `full_precision` keep the weight's type. Embeddings belong there (arXiv:2110.02861, section
-    2.3): the exp_avg_sq of a rare token's row is too small to share a scale with the rest of its block.
+    The states of weights in `full_precision`, such as embeddings, keep the weight's type: the exp_avg_sq of a rare
+    token's row is too small to share a scale with the rest of its block (arXiv:2110.02861, section 2.3).
 
     Raises ConfigError for float8 states on a GPU below compute capability 8.9, for which the step cannot be compiled.
     """

@@ -98,9 +98,9 @@ class LowPrecisionLinear(nn.Linear):
 def placements_of_products(weight: Placement, last: int) -> tuple[Placement, Placement, Placement, Placement]:
     """Return the placements of a layer's input, input gradient, output and weight gradient, given the placement of its
     weight [O, I]. `last` is the number of the input's last dimension."""
-    if weight == Shard(0):  # column-wise
+    if weight == Shard(0):  # column-wise tensor parallel
         return Replicate(), Partial(), Shard(last), weight
-    if weight == Shard(1):  # row-wise
+    if weight == Shard(1):  # row-wise tensor parallel
         return Shard(last), Shard(last), Partial(), weight
     return Shard(0), Shard(0), Shard(0), Partial()  # replicated weight: the tokens are sharded
 
@@ -131,7 +131,7 @@ def to_mxfp8(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     wide = F.pad(x_MK, (0, -x_MK.shape[1] % MX_BLOCK)).to(torch.promote_types(x_MK.dtype, torch.float32))
     blocks = wide.unflatten(1, (-1, MX_BLOCK))
     exponents = (blocks.abs().amax(-1, keepdim=True) / LARGEST).log2().ceil().clamp(-127, 127)
-    # Clamp: rounding of the logarithm may let a value exceed 448, and an infinite block exceeds it by definition.
+    # Clamp: rounding of the logarithm may let a value exceed 448, and an infinite value exceeds 448.
     values = (blocks * (-exponents).exp2()).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
     return values.flatten(1), exponents.squeeze(-1)
 
@@ -172,7 +172,7 @@ def to_int8(x_MK: Tensor) -> tuple[Tensor, Tensor]:
 
 def _int8(left_MK: Tensor, right_NK: Tensor) -> Tensor:
     """Return the INT8 product. On CUDA, torch._int_mm (private) needs more than 16 rows, and K in multiples of 8, so
-    zeros pad the operands to that size. N must be a multiple of 8, too, and is a side of the weight."""
+    the operands are padded with zeros. N must be a multiple of 8, too, and is a side of the weight."""
     (left, left_scales), (right, right_scales) = map(to_int8, (left_MK, right_NK))
     rows, columns = max(17 - len(left), 0), -left.shape[1] % 8
     if left.is_cuda and (rows or columns):
@@ -186,4 +186,4 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mxfp8, emulated": _mxfp8_emulated,
     "int8": _int8,
 }
-"""Functions that multiply a left operand [M, K] by a right one [N, K]. They return [M, N] in the left one's dtype."""
+"""Functions that multiply operands [M, K] and [N, K]. Each returns [M, N] in the dtype of the first operand."""

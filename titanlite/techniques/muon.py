@@ -22,7 +22,7 @@ from titanlite.parallel.shards import Slice, local_shard, shard_slice
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 """Coefficients of the odd polynomial that moves singular values to between about 0.7 and 1.2 (Keller Jordan)."""
 PLACEMENT = "device_mesh", "placements"
-"""Attributes of a DTensor. With the shape, they decide which slice of a weight each rank has."""
+"""Attributes of a DTensor that, together with the shape, decide which slice of a weight each rank has."""
 RMS = 0.2
 """Root mean square of an update over the learning rate, about that of AdamW (arXiv:2502.16982, section 2.2)."""
 
@@ -134,7 +134,7 @@ class Muon(torch.optim.Optimizer):
 
     @functools.cached_property
     def _rounds(self) -> list[list[Assignment]]:
-        """The assignments of each round, computed in the first step: the fake ranks of a plan cannot do it earlier."""
+        """The assignments of each round, computed in the first step, since only real ranks can exchange slices."""
         keys = [(weight.shape, *(getattr(weight, name, None) for name in PLACEMENT)) for weight in self.matrices]
         weights = dict(zip(keys, self.matrices, strict=True))
         of_weights = {key: self._of_ranks(shard_slice(weight)) for key, weight in weights.items()}
@@ -269,7 +269,7 @@ def stage_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     if mesh["pp"].size() == 1:
         return dist.group.WORLD
     ranks = mesh.mesh[mesh.get_local_rank("pp")].flatten().tolist()
-    return dist.new_group(ranks, use_local_synchronization=True)  # gloo and NCCL: `Muon._of_ranks` sends objects
+    return dist.new_group(ranks, use_local_synchronization=True)  # the default backends: `Muon._of_ranks` needs gloo
 
 
 def build_muon(
@@ -283,7 +283,7 @@ def build_muon(
 
 
 def muon_of(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh | None) -> Muon:
-    """Build Muon, with QK-clip if qk_clip_threshold is set. `mesh`: of the layout; None: this rank alone trains."""
+    """Build Muon, with QK-clip if qk_clip_threshold is set. `mesh` = None: this rank alone trains."""
     muon = build_muon(model.named_parameters(), optimizer, group := stage_group(mesh) if mesh else None)
     if optimizer.qk_clip_threshold:
         from titanlite.techniques.qk_clip import QkClip

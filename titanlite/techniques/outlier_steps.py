@@ -46,7 +46,7 @@ class OutlierSteps:
         return taken
 
     def skipped(self, norm: float) -> bool:
-        """Return whether the last step was skipped as an outlier, and count skipped steps. `norm`: its gradient norm.
+        """Return whether the last step, with gradient norm `norm`, was skipped as an outlier, and count it if so.
         Raises TrainingError if `window` steps in a row were skipped, since repeated norms are no outliers."""
         limit = self._limit.item()
         outlier = limit < norm < torch.inf

@@ -157,7 +157,7 @@ def _wrong_forward(block: nn.Module, model: Model) -> dict[str, str]:
 
 
 def load_own(place: str | Parts) -> Parts:
-    """Return the Own at `place`, FILE.py:NAME. Parts are returned as they are; "" means titanlite's own parts. Loading
+    """Return the Own at `place`, FILE.py:NAME. A Parts is returned unchanged; "" means titanlite's own parts. Loading
     puts no folder on sys.path. Raises ConfigError with one line if the file cannot be read or run, or has no NAME."""
     if not place or isinstance(place, Parts):
         return place or Parts()

@@ -141,7 +141,7 @@ def _gathered(
     k_BTGK: Tensor, document_positions_BS: Tensor | None, ring: str, ulysses: str
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the full sequence's keys in order, and the positions of this rank's tokens in sequence and documents."""
-    from titanlite.parallel.tiled_attention import _GROUPS  # imported here: only context parallel needs it
+    from titanlite.parallel.tiled_attention import _GROUPS  # imported here: only context parallel needs tiles
     from titanlite.parallel.tiles import local_positions
 
     groups = _GROUPS[ulysses], _GROUPS[ring]

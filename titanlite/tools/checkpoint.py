@@ -10,7 +10,7 @@ checksum. Checkpoints that no run resumes from are only listed: step-N.diverged,
 averaging, arXiv:1803.05407) as OUT/checkpoint/step-N, where N is the newest step, and the newest run's config.toml into
 OUT. OUT has no optimizer states. titanlite export, generate, eval and checkpoint.initial_load_path can read OUT.
 
-Exit status: 0 every checkpoint that a run may resume from is complete and undamaged; 2 one is not, or there is none.
+Exit status: 0 every checkpoint that a run may resume from is undamaged; 2 a checkpoint is damaged, or there is none.
 """
 
 import json

@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
         return command.main(argv[1:])
     if len(argv) == 2 and not any(name.startswith("-") for name in argv):
         return compare(*argv)
-    from titanlite.launch.launcher import load_and_check  # imported here: only this use launches ranks
+    from titanlite.launch.launcher import load_and_check  # imported here: the other uses of the command launch no ranks
 
     load_and_check(argv, lambda loaded: print(loaded.config.toml(), end="", flush=True))
     return 0

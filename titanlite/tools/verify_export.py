@@ -59,7 +59,7 @@ def compare(own: ModelFolder, exported: ModelFolder, ema: bool, max_seq_len: int
     print the first block that drifts. Raises ConfigError if transformers cannot load the folder."""
     options, out = own.options, exported.path
     length = options.learned_positions or min(max_seq_len, LONGEST)
-    n_sequences = max(N_SEQUENCES, options.moe.n_experts // 4)  # more experts need more tokens
+    n_sequences = max(N_SEQUENCES, options.moe.n_experts // 4)  # enough tokens to reach every expert
     tokens = torch.randint(options.vocab_size, (n_sequences, length), generator=torch.Generator().manual_seed(0))
     llama = load_llama(own, exported.dtype, length, ema)
     ours = recorded(llama.layers.values(), lambda: llama(tokens))
@@ -105,12 +105,12 @@ def load_llama(folder: ModelFolder, dtype: torch.dtype, length: int, ema: bool) 
 
 
 def load_hf(folder: Path, *, has_experts: bool) -> Any:
-    """Return transformers' model of a folder in float64. Raises ConfigError if the tensors of both differ."""
+    """Return transformers' model of a folder in float64. Raises ConfigError if they have different tensors."""
     from transformers import AutoModelForCausalLM
 
     try:
         choices = {"dtype": torch.float64, "attn_implementation": "eager", "output_loading_info": True}
-        choices |= {"experts_implementation": "eager"} if has_experts else {}  # others lack float64
+        choices |= {"experts_implementation": "eager"} if has_experts else {}  # grouped products lack float64
         model, info = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **choices)
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError([f"{folder}: transformers cannot load it: {' '.join(str(error).split())[:300]}"]) from None

@@ -1,7 +1,7 @@
 """Best-fit packing (arXiv:2404.10830): documents stay whole, and share sequences so that few tokens are padding.
 
 Each shard of the token cache is packed by itself: the longest document first, each into the fullest sequence that still
-has room for the document. A packing table, which depends only on lengths, stores the documents of each sequence.
+has room for the document. A packing table stores the documents of each sequence, and depends only on lengths.
 
     <token cache>/best_fit-train-2048-split/packing.json    how many sequences each shard has
     <token cache>/best_fit-train-2048-split/00000.table     int64: the index of each sequence's first document,
@@ -179,7 +179,7 @@ def _table_name(number: int) -> str:
 
 
 class BestFit:
-    """The packed sequences of a split. Each is read from the token cache when it is needed."""
+    """The packed sequences of a split, each read from the token cache when the sequence is needed."""
 
     def __init__(self, cache: TokenCache, split: Split, training: Training):
         has_targets = training.dataset_format != "text"  # a cache of conversations marks tokens not trained on

@@ -223,7 +223,7 @@ class ChatTemplate:
         return [*regions, (text[end:], False)], beginnings
 
     def _before(self, messages: list[dict[str, Any]], tools: Any, through: str) -> str:
-        """Return the rendered text before an answer, the last of `messages`. `through`: the text of all of them."""
+        """Return the rendered text before an answer, the last of `messages`. `through`: the text of all messages."""
         if len(messages) > 1:
             with contextlib.suppress(ValueError):  # some templates cannot render every beginning
                 return self._render(messages[:-1], tools, add_generation_prompt=True)
@@ -243,7 +243,7 @@ class ChatTemplate:
 
 
 def encode_questions(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    """Return the tokens of each text as a user's message. Raises ConfigError if the chat template cannot render it."""
+    """Return the tokens of each text as a user's message. Raises ConfigError if the template cannot render a text."""
     template = ChatTemplate(tokenizer)
     try:
         return [template.prompt(text) for text in texts]

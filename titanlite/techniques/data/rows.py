@@ -31,7 +31,7 @@ class Row(NamedTuple):
 
 
 def conversation_of(training: Training, values: dict[str, Any]) -> Row:
-    """Return the conversation of a dataset row with columns `values`. Raises ValueError if the row has none."""
+    """Return the conversation of a row with columns `values`. Raises ValueError if there is no conversation."""
     if training.dataset != "json":  # a table has null where a row lacks another row's key
         values = _without_nulls(values)
     tools = tools_of(values.get(TOOLS))
@@ -47,7 +47,7 @@ def conversation_of(training: Training, values: dict[str, Any]) -> Row:
 
 
 def tools_of(value: Any) -> list[Any] | None:
-    """Return the tools in column TOOLS, a list or its JSON; None if there are no tools. Raises ValueError otherwise."""
+    """Return the tools in column TOOLS, a list or JSON; None without tools. Raises ValueError for other values."""
     with contextlib.suppress(ValueError, RecursionError):
         value = json.loads(value.strip() or "null") if isinstance(value, str) else value
     if value and not isinstance(value, list):
@@ -77,7 +77,7 @@ def _message(row: Any, number: int) -> dict[str, Any]:
     if content is None and not message.get("tool_calls"):
         raise ValueError(f'message {number}: expected "content", or "tool_calls"; found only {", ".join(message)}')
     is_list = isinstance(content, list) and all(isinstance(part, dict) for part in content)
-    if content is not None and not is_list:  # leave a list to the template: it has the parts of a text
+    if content is not None and not is_list:  # the template reads a list of parts
         message["content"] = text_of(content, f"content of message {number}")
     return message
 

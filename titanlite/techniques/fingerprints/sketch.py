@@ -21,7 +21,7 @@ N_PRODUCTS = 16
 SIZE = 1 + N_PRODUCTS
 """Numbers per fingerprint: one squared norm, and the inner products."""
 CHUNK_ELEMENTS = {"cpu": 2**16, "cuda": 2**24}
-"""Number of elements whose signs are in memory at a time, by device. On a CPU, they fit into its cache."""
+"""Number of elements whose signs are in memory at a time, by device; on a CPU, the signs fit into the cache."""
 GOLDEN = -7046029254386353131
 """2**64 over the golden ratio, as an int64, whose multiples are spread evenly (Knuth, volume 3, section 6.4)."""
 FACTORS = -4658895280553007687, -7723592293110705685

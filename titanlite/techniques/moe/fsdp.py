@@ -38,7 +38,7 @@ def shard_block_with_experts(
 
 
 def _dimension_of_experts(n_ranks: int, parameter: nn.Parameter) -> Shard | None:
-    """Return the dimension to shard stacked experts by, if `n_ranks` does not divide their number. None: the first."""
+    """Return a dimension other than the first to shard stacked experts by, if `n_ranks` divides only that one."""
     if parameter.dim() < 3:
         return None
     sharded = [placement.dim for placement in getattr(parameter, "placements", ()) if placement.is_shard()]

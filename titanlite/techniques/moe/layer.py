@@ -55,7 +55,7 @@ class MixtureOfExperts(nn.Module):
         return self.experts(x_MD, scores_M, counts_E)
 
     def compile_operators(self, backend: str) -> None:
-        """Compile the operators between the matrix products. The rest of a mixture has tensors of unknown sizes."""
+        """Compile the operators between the matrix products. A mixture's other tensors have data-dependent sizes."""
         self.experts.operators = operators.compiled(backend)
 
 
@@ -89,7 +89,7 @@ class Experts(nn.Module):
             return product(_SwiGLU.apply(gate_MF, up_MF, scores_M, self.operators, self.clamp), w2)
         numbers_E = torch.arange(len(counts_E), device=counts_E.device)
         expert_M = numbers_E.repeat_interleave(counts_E, output_size=len(x_MD))
-        of_gate, of_out, of_up = (F.embedding(expert_M, bias) for bias in biases)  # backward in a fixed order
+        of_gate, of_out, of_up = (F.embedding(expert_M, bias) for bias in biases)  # sums gradients in a fixed order
         hidden_MF = _SwiGLU.apply(gate_MF + of_gate, up_MF + of_up, scores_M, self.operators, self.clamp)
         return product(hidden_MF, w2) + of_out * scores_M.to(of_out.dtype).unsqueeze(1)
 

@@ -54,7 +54,7 @@ class ShardableMixture(MixtureOfExperts):
                 placement = Shard(1 if name == "w2" else 0)
                 _distribute(layer, "weight", tensor, Replicate() if expert else placement)
                 layer.forward = functools.partial(_local_linear, layer)
-            self.router.contributes = is_first  # without EP each rank routes all tokens, and only one may record them
+            self.router.contributes = is_first  # without EP all ranks route the same tokens: one records the load
             self.forward = functools.partial(_on_own_tokens if expert else _on_all_tokens, self.forward, tensor)
 
 
@@ -138,7 +138,7 @@ class _Exchange:
         return [_start(x, received, sent, self.group) for x, received, sent in sizes]
 
     def return_rows(self, number: int, y: Tensor, out_MD: Tensor) -> dist.Work:
-        """Start to return the results of this rank's expert `number`. Results of each rank's expert go to `out_MD`."""
+        """Start to return the results of this rank's expert `number`, and to receive results in `out_MD`."""
         out = out_MD.split([sum(sizes) for sizes in self.sent_LR])[number]
         sent, received = self.received_LR[number], self.sent_LR[number]
         return dist.all_to_all_single(out, y, received, sent, group=self.group, async_op=True)

@@ -28,7 +28,7 @@ class Router(nn.Module):
         self.register_buffer("balance_bias", torch.zeros(self.n_experts) if self.moe.balance_bias else None)
         self.register_buffer("load", torch.zeros(self.n_experts, dtype=torch.int64))  # tokens per expert, last step
         self.register_buffer("record", torch.zeros(2 * self.n_experts + 1, dtype=torch.float64), persistent=False)
-        self.contributes = True  # false on all ranks but one of those that route the same tokens
+        self.contributes = True  # whether this rank records the load of tokens that several ranks route
         self.tokens_per_step, self.loss_scale = 1.0, 1.0
 
     def reset_buffers(self, device: torch.device) -> None:

@@ -106,7 +106,7 @@ class Replicas(OneGroup):
         import torchft
 
         logging.getLogger("torchft").setLevel(logging.CRITICAL)
-        warnings.filterwarnings("ignore", module="torch.distributed._serialization")  # warns of reading from bytes
+        warnings.filterwarnings("ignore", module="torch.distributed._serialization")  # warns of read-only bytes
         self._groups = (torchft.ProcessGroupNCCL if self.device.type == "cuda" else torchft.ProcessGroupGloo)(
             timedelta(milliseconds=section.process_group_timeout_ms)
         )
@@ -142,7 +142,7 @@ class Replicas(OneGroup):
     def begin(
         self, last_step: int, saved: Mapping[str, Any], state: SavedState, abandon: Callable[[int], None]
     ) -> None:
-        """Connect with the other groups, and begin after `last_step`. Raises ConfigError without a lighthouse."""
+        """Connect with the other groups, and begin after `last_step`. Raises ConfigError if no lighthouse answers."""
         mark("connecting to the lighthouse")
         self._connect()
         batches = parse_part(saved, "batches_of_groups", Int63 | None)
@@ -159,7 +159,7 @@ class Replicas(OneGroup):
         before the step. Raises TrainingError if the group was asked to stop while it waited for other groups."""
         while self.manager.current_step() < last:
             self._join()
-            if self.manager.current_step() < last:  # otherwise `_join` has recovered the state of a group at the end
+            if self.manager.current_step() < last:  # `_join` may have recovered the state of the last step
                 yield self.manager.current_step() + 1
 
     def _join(self) -> None:

@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     steps = list(compare_runs(a, b))
     Console(highlight=False, soft_wrap=True).print(report(steps, a, b))
     if arguments.html:
-        from titanlite.tools.diff.figures import write_html  # imported here: it takes a second
+        from titanlite.tools.diff.figures import write_html  # imported here: matplotlib takes a second to import
 
         write_html(steps, a, b, arguments.html)
         print(f"wrote {arguments.html}")

@@ -32,14 +32,14 @@ GROWTH_OF_ROOT = 16
 """The factor on the root of a distance d of inputs, for results in which a small difference becomes a large one in a
 fraction d of the elements: Adam takes a full step along a gradient of only rounding, and a router sends a token to
 another expert. The most that was measured is 7, with Muon in bfloat16, whose iteration magnifies small numbers."""
-LIKELY = 1e-3  # if fewer tokens than LIKELY are expected to reach other experts in the two runs, none is assumed to
+LIKELY = 1e-3  # expected number of tokens sent to other experts up to which none is assumed to be sent there
 FACTOR, GROWTH_OF_FACTOR = 0.25, 8
 """If B = c A, |c - 1| / max(c, 1) may be FACTOR, or GROWTH_OF_FACTOR times the distance of the inputs (measured: 4.4
 times). Rounding alone makes no multiple, because rounding errors are nearly orthogonal to a tensor."""
 MULTIPLE = 0.3
 """B counts as a multiple of A if the norm of B - c A is at most this fraction of the norm of B."""
 FAR = 0.7
-"""A distance that unrelated tensors may have. They are sqrt(2) apart, but 1 estimate of 1,000 is below FAR."""
+"""Unrelated tensors are sqrt(2) apart, and fingerprints estimate less than FAR for one pair of 1,000."""
 ZERO = 0.02
 """A gradient below this fraction of one rounding of its module's largest gradient is zero except for rounding. Keys'
 biases without rotary embedding had gradients of 0.001 to 0.003 roundings in float64, float32 and bfloat16."""
@@ -67,7 +67,7 @@ class Entry(NamedTuple):
 
     @property
     def differs(self) -> bool:
-        return not self.distance <= self.allowed  # true if a number is NaN
+        return not self.distance <= self.allowed  # a NaN distance differs
 
 
 class Step(NamedTuple):
@@ -194,7 +194,7 @@ class _Limits:
 
 
 def _ratio(tensors: tuple[Tensor, ...], far: float, allowed: float, explained: float) -> tuple[float, float]:
-    """Return the constant c with B = c A, and the limit of their distance, lower if rounding does not explain c."""
+    """Return the constant c with B = c A, and the limit of the distance, lower if rounding does not explain c."""
     ratio = constant_ratio(*tensors, tolerance=allowed) if far > min(allowed, FACTOR) else 1.0
     factor = max(FACTOR, GROWTH_OF_FACTOR * explained)
     is_multiple = abs(ratio - 1) > factor * max(ratio, 1) and allowed < math.inf

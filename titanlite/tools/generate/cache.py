@@ -27,7 +27,7 @@ class Step:
     """By sliding window: the positions that some sequence attends to, and the sequences' mask of them, [B, 1, 1, S]."""
 
     def decode(self, positions: list[int], windows: Iterable[int], device: torch.device) -> None:
-        """Have the next forward add one token per sequence, at `positions`. `windows`: of the layers; 0: unlimited."""
+        """Have the next forward add one token per sequence, at `positions`. `windows`: sliding windows; 0: none."""
         self.sequence, self.sequences_B = None, torch.arange(len(positions), device=device)
         self.positions_B = torch.tensor(positions, device=device)
         end, last_B1 = max(positions) + 1, self.positions_B[:, None]
