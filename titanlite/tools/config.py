@@ -37,8 +37,7 @@ def main(argv: list[str]) -> int:
 
 
 def compare(*names: str) -> int:
-    """Print the options that differ between two configs, or between the config.toml of two run folders. Returns 1 if
-    any option differs, otherwise 0. Raises ConfigError if a config is wrong."""
+    """Print the options that differ between two configs or run folders. Returns 1 if any option differs, else 0."""
     files = [f"{name}/config.toml" if "/" in name and Path(name).is_dir() else name for name in names]
     changed = differences(*(options_by_key(load([file]).config) for file in files))
     for key, (old, new) in changed.items():

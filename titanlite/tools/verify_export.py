@@ -55,8 +55,7 @@ def verify(checkpoint: Path, out: Path, ema: bool = False) -> bool:
 
 
 def compare(own: ModelFolder, exported: ModelFolder, ema: bool, max_seq_len: int) -> bool:
-    """Return whether transformers computes from a folder the logits that titanlite computes from the checkpoint, and
-    print the first block that drifts. Raises ConfigError if transformers cannot load the folder."""
+    """Compare the logits and print the first block that drifts. Raises ConfigError if transformers fails to load."""
     options, out = own.options, exported.path
     length = options.learned_positions or min(max_seq_len, LONGEST)
     n_sequences = max(N_SEQUENCES, options.moe.n_experts // 4)  # enough tokens to reach every expert

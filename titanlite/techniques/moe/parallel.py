@@ -80,7 +80,7 @@ def _on_own_tokens(forward: Callable[[Tensor], Tensor], mesh: DeviceMesh, x_ND: 
 
 
 def _on_all_tokens(forward: Callable[[Tensor], Tensor], mesh: DeviceMesh, x_ND: Tensor) -> Tensor:
-    """Gather the sequence, compute `forward`, and reduce-scatter the output. The backward mirrors the collectives."""
+    """Gather the sequence, compute `forward`, and reduce-scatter the output; in the backward, also the gradients."""
     gathered_ND = x_ND.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
     return DTensor.from_local(forward(gathered_ND), mesh, [Partial()]).redistribute(placements=[SEQUENCE]).to_local()
 

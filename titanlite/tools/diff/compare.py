@@ -1,8 +1,7 @@
 """Compare the fingerprints of two runs: the distance of each tensor, and how much of it their precisions explain.
 
-A tensor differs because its inputs differ, or because it is computed in another way. After a thousand steps the tensors
-of two right layouts may be far apart, but no tensor is much farther apart than its inputs. Each distance is therefore
-compared with the distances of the tensor's inputs (computation.py), and not with a fixed number.
+After a thousand steps the tensors of two right layouts may be far apart, but no tensor is much farther apart than its
+inputs. Each distance is therefore compared with the distances of the tensor's inputs (computation.py).
 """
 
 import math
@@ -32,10 +31,9 @@ GROWTH_OF_ROOT = 16
 """The factor on the root of a distance d of inputs, for results in which a small difference becomes a large one in a
 fraction d of the elements: Adam takes a full step along a gradient of only rounding, and a router sends a token to
 another expert. The most that was measured is 7, with Muon in bfloat16, whose iteration magnifies small numbers."""
-LIKELY = 1e-3  # expected number of tokens sent to other experts up to which none is assumed to be sent there
+LIKELY = 1e-3  # probability below which no token is assumed to go to another expert
 FACTOR, GROWTH_OF_FACTOR = 0.25, 8
-"""If B = c A, |c - 1| / max(c, 1) may be FACTOR, or GROWTH_OF_FACTOR times the distance of the inputs (measured: 4.4
-times). Rounding alone makes no multiple, because rounding errors are nearly orthogonal to a tensor."""
+"""If B = c A, |c - 1| / max(c, 1) may be FACTOR, or GROWTH_OF_FACTOR times the inputs' distance (measured: 4.4)."""
 MULTIPLE = 0.3
 """B counts as a multiple of A if the norm of B - c A is at most this fraction of the norm of B."""
 FAR = 0.7

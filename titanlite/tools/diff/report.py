@@ -30,8 +30,7 @@ MOST_NAMES = 5
 
 
 def judge(steps: list[Step]) -> tuple[int, Step]:
-    """Return the exit status and the step that decides it: 1 and the first step in which a tensor differs, or 2 and the
-    first step in which a tensor cannot be compared, or 0 and the last step if all tensors agree."""
+    """Return the exit status (1: tensors differ, 2: some cannot be compared, 0: all agree) and the deciding step."""
     differs = next((step for step in steps if step.first), None)
     unknown = next((s for s in steps if any(s.missing) or any(entry.is_coarse for entry in s.entries)), None)
     return (1, differs) if differs else (2, unknown) if unknown else (0, steps[-1])

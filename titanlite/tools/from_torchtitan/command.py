@@ -58,8 +58,7 @@ def listing(rows: list[Row]) -> Table:
 
 
 def main(argv: list[str]) -> int:
-    """Write the config to standard output or a file, and the listing to standard error. Return the exit status: 0, or 2
-    if the resulting config is wrong; comments in the config then say what is wrong."""
+    """Write the config, and the listing to standard error. Return 0, or 2 if the resulting config is wrong."""
     if len(argv) not in (1, 2) or any(not name or name.startswith("-") for name in argv):
         raise ConfigError(["expected titanlite config --from-torchtitan FILE [TARGET.toml]"])
     source, *targets = argv

@@ -71,8 +71,7 @@ class ModelFolder:
         return {tokenizer.eos, *token_ids(read_json_object(file), "eos_token_id", file)}
 
     def load(self, model: Llama) -> None:
-        """Fill a model's parameters (plain tensors or this rank's shards), each cast to its dtype. Every rank must call
-        `load`. Raises ConfigError on every rank if some rank cannot read a tensor."""
+        """Fill a model's parameters. Every rank must call `load`. Raises ConfigError on all ranks if one fails."""
         load_weights(self.path, model, self.options)
 
 

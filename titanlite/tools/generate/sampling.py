@@ -38,8 +38,7 @@ def prompt_generators(prompts: list[str], seed: int) -> list[torch.Generator]:
 
 
 def probabilities(logits_BV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Return the probabilities with which tokens are drawn, in descending order, and the tokens. Tokens excluded by
-    top-k or top-p have probability 0; with top-p, the probabilities sum to less than 1."""
+    """Return the probabilities with which tokens are drawn, in descending order (0 if excluded), and the tokens."""
     logits_BV, tokens_BV = logits_BV.double().sort(dim=-1, descending=True, stable=True)
     logits_BV = (logits_BV - logits_BV[:, :1]) / sampling.temperature  # 0 is the largest: exp cannot overflow
     if sampling.top_k:
