@@ -15,7 +15,7 @@ def process_groups(plan: Plan) -> list[tuple[str, int]]:
     """Return the purpose and the size of each process group of a rank."""
     parallelism = plan.config.parallelism
     groups = [(axis, len(ranks)) for axis, ranks in plan.axes.items()]
-    if parallelism.expert_parallel_degree > 1:  # the mesh of experts has these axes again
+    if parallelism.expert_parallel_degree > 1:  # the mesh of experts repeats these axes
         groups += [(axis, n) for axis, n in groups if axis in ("pp", "dp_replicate")]
     if isinstance(parallelism.fsdp_reshard_after_forward, int):  # torch makes a mesh of two axes for each unit of FSDP
         shards, n = parallelism.fsdp_reshard_after_forward, dict(groups)["fsdp"]
@@ -52,4 +52,4 @@ def _n_fsdp_units(config: Config) -> int:
     names = [name for stage, rank in zip(stages, ranks, strict=True) if rank == 0 for name in [*stage, "the stage"]]
     if config.model.tie_embeddings:
         names.remove("tok_embeddings")
-    return len([name for name in names if name not in ("norm", "output")])  # the head is needed again at once
+    return len([name for name in names if name not in ("norm", "output")])  # the backward needs the head at once
