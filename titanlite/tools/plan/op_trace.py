@@ -215,7 +215,7 @@ class OpTrace(TorchDispatchMode):
             with self:
                 return implementation(*args, **kwargs)
         out = RESULTS.get(name, func)(*args, **kwargs)
-        if self.enabled and not name.startswith("prim."):  # only fake tensors dispatch prim.device
+        if self.enabled and not name.startswith("prim."):  # fake tensors alone dispatch prim.device
             self._record(name, func, args, kwargs, out)
         return out
 
