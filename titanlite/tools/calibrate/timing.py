@@ -9,15 +9,14 @@ import torch
 import torch.distributed as dist
 
 GROUPS = 5
-MOST_CALLS = 1000
-"""Most calls of a group."""
+MOST_CALLS = 1000  # most calls of a group
 
 
 class Timer:
-    """Times calls. Every rank must time the same ones in the same order.
+    """Times calls. Every rank must time the same calls in the same order.
 
     Args:
-        seconds: least time for which a call is repeated.
+        seconds: least seconds for which a call is repeated.
 
     Attributes:
         spreads: for each timed call, the median relative distance of its groups' times from their mean.
@@ -30,13 +29,10 @@ class Timer:
         self._barrier = self._mean(lambda: None, 1)
 
     def __call__(self, call: Callable[[], object]) -> float:
-        """Return the seconds of a call: the mean over five groups of calls, without the slowest group. A step is a sum
-        of many operators. So a delay that is frequent should count, and a rare one should not.
-
-        All ranks make equally many calls. They begin each group together, and it ends with the last rank, as a step
-        waits at a collective for the last rank. So the time includes the effects of shared resources and of unequal
-        speed. The first two calls do not count.
-        """
+        """Return the seconds of a call: the mean over five groups of calls, without the slowest group, so that frequent
+        delays count and rare ones do not. All ranks make equally many calls. They begin each group together, and a
+        group ends with the last rank, as a step waits at a collective for the last rank. So the time includes the
+        effects of shared resources and of unequal speed. The first two calls do not count."""
         call()
         self._wait_for_all()
         begin = time.perf_counter()
@@ -53,7 +49,7 @@ class Timer:
         return mean
 
     def _group(self, call: Callable[[], object], n: int) -> float:
-        """Return the seconds per call in a group of n calls, the same number on all ranks."""
+        """Return the seconds per call in a group of n calls, rank 0's on all ranks."""
         self._wait_for_all()
         begin = time.perf_counter()
         for _ in range(n):
