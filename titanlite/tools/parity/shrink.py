@@ -44,11 +44,11 @@ def _smaller_sizes(config: Config) -> dict[str, Any]:
     least = max(parallelism.n_stages + 1, 2, len(model.layer_pattern))
     n_layers = model.n_layers if parallelism.module_fqns_per_model_part else min(model.n_layers, least)
     local_batch_size = min(training.local_batch_size, 2)
-    if pipeline > 1:  # the least that keeps every rank busy; all schedules accept it
+    if pipeline > 1:  # the least batch that keeps every rank busy; all schedules accept it
         local_batch_size = min(config.n_microbatches, max(2 * pipeline, parallelism.n_stages))
     accumulation_steps = min(config.gradient_accumulation_steps, 2)
     seq_len = min(training.seq_len, math.lcm(2 * context, context * tensor) * 4)
-    # float8, int8 and mxfp8 leave smaller layers alone.
+    # float8, int8 and mxfp8 leave narrower layers in high precision.
     width = 32 if config.float8.enable and config.float8.recipe == "mxfp8" else 16 if low_precision else 8
     head_dim = width if model.n_heads * model.head_dim == model.dim else 2 * width
     return {
@@ -57,7 +57,7 @@ def _smaller_sizes(config: Config) -> dict[str, Any]:
         "model__n_kv_heads": n_kv_heads,
         "model__dim": width * n_heads,
         "model__head_dim": head_dim,
-        # A window is a few tokens longer than a chunk of a ring, so it begins in another chunk, and in its middle.
+        # A window that is a few tokens longer than a ring's chunk begins in the middle of another chunk.
         "model__sliding_window": _smaller_window(model.sliding_window, config, seq_len),
         **_smaller_options_of_families(config, seq_len, head_dim),
         "model__ffn_dim": (width if low_precision else 12) * max(tensor, 2),
@@ -134,7 +134,7 @@ def _numeric_options(config: Config, dtype: str) -> dict[str, Any]:
         "lr_scheduler__warmup_ratio": 0.0,
         "lr_scheduler__total_steps": -1,
     }
-    if dtype == "float64":  # low-bit optimizer states have no meaning then
+    if dtype == "float64":  # low-bit optimizer states contradict a comparison in float64
         options |= {"optimizer__state_dtype": "auto", "optimizer__stochastic_rounding": False}
     return options
 
@@ -145,7 +145,7 @@ def adapt_to_cpu(loaded: LoadedConfig[Config]) -> LoadedConfig[Config]:
         training__attention_backend="auto",
         parallelism__enable_async_tensor_parallel=False,
         float8__emulate=loaded.config.float8.enable,
-        compile__backend="aot_eager",  # the same graphs, without the minutes that a C++ compiler takes
+        compile__backend="aot_eager",  # aot_eager compiles the same graphs, without minutes of C++
         profiling__enable_memory_snapshot=False,
     )
     return dataclasses.replace(loaded, config=config)

@@ -30,7 +30,7 @@ PLAIN = ["--training.local_batch_size=4", "--training.global_batch_size=-1", "--
 
 
 def layouts() -> Iterator[tuple[str, list[str]]]:
-    """Yield the name of each layout and its arguments, those of two ranks first."""
+    """Yield the name and the arguments of each layout, layouts of two ranks first."""
 
     def degrees(*axes: str) -> list[str]:
         return [*PLAIN, *(f"--parallelism.{key}={2 if name in axes else 1}" for name, key in AXES.items())]
