@@ -5,7 +5,7 @@ with figures of memory, pipeline schedule and step time. --against also compares
 run of the same config. A config that cannot run is rejected with the lines that `titanlite train` prints.
 
 --explore also plans layouts around the config, and writes an HTML page in which a reader changes degrees, batch,
-activation checkpointing and device. The layouts take minutes; Ctrl-C ends --explore early and writes those planned.
+activation checkpointing and device. Planning takes minutes; after Ctrl-C the page contains the layouts planned by then.
 
 Exit status: 0 the run fits its device; 1 it does not fit, or the command was interrupted; 2 CONFIG or METRICS is wrong.
 """

@@ -22,23 +22,16 @@ LEAST_SPREAD = 0.05  # least relative uncertainty of times on a calibrated devic
 
 @dataclasses.dataclass
 class Cost:
-    """Seconds and amounts of some events.
-
-    Attributes:
-        seconds: seconds by "matmul", "attention", "memory" (all other operators, which are memory-bound), "host" (the
-            device waits for the host), "optimizer" (on the CPU, under CPU offload), "communication: AXIS" (before any
-            overlap; the axis "host" is CPU offload's copies) and "overlapped" (communication that async TP hides).
-        flops: FLOPs by dtype.
-        communication: count and total bytes, by (axis, collective).
-        host_waits: how often the host waits for the device.
-        elapsed: seconds with overlap.
-    """
+    """Seconds and amounts of some events. `seconds` are by "matmul", "attention", "memory" (all other operators, which
+    are memory-bound), "host" (the device waits for the host), "optimizer" (on the CPU, under CPU offload),
+    "communication: AXIS" (before any overlap; the axis "host" is CPU offload's copies) and "overlapped" (communication
+    that async TP hides). `communication` is count and total bytes, by (axis, collective)."""
 
     seconds: Counter = dataclasses.field(default_factory=Counter)
-    flops: Counter = dataclasses.field(default_factory=Counter)
+    flops: Counter = dataclasses.field(default_factory=Counter)  # FLOPs by dtype
     communication: dict[tuple[str, str], tuple[int, int]] = dataclasses.field(default_factory=dict)
-    host_waits: float = 0
-    elapsed: float = 0.0
+    host_waits: float = 0  # how often the host waits for the device
+    elapsed: float = 0.0  # seconds that pass, with overlap
 
     def count(self, axis: str, name: str, size: int, seconds: float) -> None:
         """Add a collective, or a copy, of `size` bytes."""
@@ -61,23 +54,17 @@ class Cost:
 
 @dataclasses.dataclass
 class _Items:
-    """The items that the streams run for a segment, collected event by event.
-
-    Attributes:
-        device, host, both: fields of streams.Run for the operators since the last item.
-        in_flight: allocations that a collective writes and that no operator has read yet.
-        copied: ids of the weights that CPU offload has copied to the device.
-        copying: seconds of CPU offload's copies before the next all-gather.
-    """
+    """The items that the streams run for a segment, collected event by event. `device`, `host` and `both` are
+    streams.Run's seconds for the operators since the last item."""
 
     cost: Cost = dataclasses.field(default_factory=Cost)
     items: list[Item] = dataclasses.field(default_factory=list)
     device: float = 0.0
     host: float = 0.0
     both: float = 0.0
-    in_flight: set[Hashable] = dataclasses.field(default_factory=set)
-    copied: set[int] = dataclasses.field(default_factory=set)
-    copying: float = 0.0
+    in_flight: set[Hashable] = dataclasses.field(default_factory=set)  # outputs of collectives that no work has read
+    copied: set[int] = dataclasses.field(default_factory=set)  # ids of weights that CPU offload has copied
+    copying: float = 0.0  # seconds of CPU offload's copies before the next all-gather
 
     def flush(self, *, attends: bool = False) -> None:
         """Append the operators since the last item as one Run."""
@@ -134,7 +121,8 @@ class CostModel:
         accumulates: bool = False,
     ) -> Cost:
         """Return the cost of segments that run one after the other. `streams`: communication in flight before them;
-        None: the device is idle before them and finishes all communication. The other options are Streams.run's."""
+        None: the device is idle before the segments and finishes all communication. `forward`, `accumulates`: see
+        Streams.run."""
         cost, own = Cost(), streams or self.streams()
         begin, idle = own.computed, own.idle
         for events in segments:
@@ -196,8 +184,8 @@ class CostModel:
             own.flush(attends=True)
 
     def _collective(self, event: Communication, cost: Cost) -> Collective | None:
-        """Return the item that the streams run for a collective, and count the collective. None: a collective of one
-        rank, or a received message, which its sender counts."""
+        """Return the item that the streams run for a collective, and count the collective. Return None for a collective
+        of one rank and for a received message, which its sender counts."""
         axis, ranks = self._axis(event.group)
         if len(ranks) == 1 or event.name == "receive":
             return None
@@ -210,10 +198,10 @@ class CostModel:
         return Collective(event.name, axis, seconds, outputs=event.outputs if axis == "ep" else ())
 
     def _beside_products(self, event: Communication, axis: str, ranks: list[int], cost: Cost) -> float:
-        """Return the seconds that an async TP collective adds to the products it overlaps with, and count it. A gather
-        copies its own chunk to shared memory, then each other rank's chunk before a product. A scatter copies each
-        chunk after its product, then sums the chunks. Two streams alternate: two products share the device, and copies
-        follow each other (torch.distributed._symmetric_memory, read in 2.13)."""
+        """Return the seconds that an async TP collective adds to the products it overlaps with, and count the
+        collective. A gather copies its own chunk to shared memory, then each other rank's chunk before a product. A
+        scatter copies each chunk after its product, then sums the chunks. Two streams alternate: two products share the
+        device, and copies follow each other (torch.distributed._symmetric_memory, read in 2.13)."""
         n, chunk = len(ranks), event.size // len(ranks)
         copy, meeting = self.collective_seconds("send", chunk, ranks), self.collective_seconds(event.name, 0, ranks)
         read = chunk if event.name == "all_gather" else event.size
@@ -267,7 +255,7 @@ class CostModel:
         return n_bytes / (self.device.host_memory_bandwidth * self._reached("offload", ANY.host_memory))
 
     def _reached(self, group: str, share: Share) -> float:
-        """Return the share of a host rate that programs reach; the rate of a calibrated device includes it."""
+        """Return the share of a host rate that programs reach, or 1: a calibrated device's rate includes the share."""
         return 1 / self._measured(group, 1.0) if self.device.measured else self._rate(group, share)
 
     def _axis(self, group: str) -> tuple[str, list[int]]:
@@ -291,7 +279,7 @@ class CostModel:
         return seconds / (1 + spread) if self.faster else seconds * (1 + spread)
 
     def dispatch_seconds(self, dispatch: Dispatch) -> float:
-        """Return how long the host takes before it issues the next event."""
+        """Return the seconds that the host takes to dispatch operators before it issues the next event."""
         if measured := self.device.measured:
             seconds = dispatch.operators * measured.operator_seconds + dispatch.on_dtensors * measured.dtensor_seconds
             return self._measured("host", seconds)
@@ -346,8 +334,9 @@ class CostModel:
         return self._estimated_collective_seconds(name, size, len(ranks), nodes)
 
     def _estimated_collective_seconds(self, name: str, size: int, n: int, nodes: int) -> float:
-        """Return the seconds of a ring. Each of n ranks sends (n - 1) / n of the full tensor, or twice as much in an
-        all-reduce. A ring over several nodes uses one network adapter per rank of a node."""
+        """Return the seconds of a collective, as a ring except for a message and an all-to-all. Each of n ranks sends
+        (n - 1) / n of the full tensor, or twice as much in an all-reduce. A ring over several nodes uses one network
+        adapter per rank of a node."""
         efficiency, doublings = self.efficiency, math.log2(nodes)
         of_reduce = efficiency.interconnect_reduce if name == "all_reduce" else None
         share = self._rate("interconnect", of_reduce or efficiency.interconnect)

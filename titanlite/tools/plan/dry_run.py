@@ -47,23 +47,19 @@ SPLIT = 3  # number of the microbatch whose backward is split into input and wei
 class DryRun(NamedTuple):
     """The result of a stage's dry run.
 
-    Attributes:
-        persistent: bytes by kind of memory that stay allocated from step to step.
-        phases: segments by phase. (Pass.FORWARD, n) and (Pass.BACKWARD, n) are those of the first (0), a middle (1) and
-            the last (2) microbatch; n = SPLIT has a split backward, whose WEIGHT_GRADIENT lacks the folded layers. The
-            others are ("reduce",), ("update",), and ("muon", number, times), which a step runs `times` times.
-        axes: axis and ranks of each process group, by the group's name.
-        gradients: bytes of a rank's reduced gradients, equal to those of its trained weights.
-        rotary: bytes of the rotary table, which all stages of a rank share.
-        scale: the stage's weights over the weights of the layers that were run. The phases "reduce" and "update", which
-            treat every weight, take this many times longer than was recorded.
+    phases: (Pass.FORWARD, n) and (Pass.BACKWARD, n) are the first (n = 0), a middle (1) and the last (2) microbatch; n
+    = SPLIT has a split backward, whose WEIGHT_GRADIENT lacks the folded layers. Other phases are ("reduce",),
+    ("update",), and ("muon", number, times), which a step runs `times` times.
+
+    scale: the stage's weights over the weights of the layers that were run. The phases "reduce" and "update", which
+    treat every weight, take `scale` times longer than was recorded.
     """
 
-    persistent: Bytes
-    phases: Phases
-    axes: dict[str, tuple[str, list[int]]]
-    gradients: int
-    rotary: int
+    persistent: Bytes  # bytes by kind of memory that stay allocated from step to step
+    phases: Phases  # segments by phase
+    axes: dict[str, tuple[str, list[int]]]  # axis and ranks of each process group, by the group's name
+    gradients: int  # bytes of a rank's reduced gradients, equal to those of its trained weights
+    rotary: int  # bytes of the rotary table, which all stages of a rank share
     scale: float
 
 
@@ -102,13 +98,9 @@ def dry_run(
     fused: Collection[str] = (),
     fold: bool = True,
 ) -> DryRun:
-    """Run one training step of the stage with the modules `names` and this number.
-
-    Args:
-        pipeline_rank: the pipeline rank that runs the stage.
-        fused: which of "model" and "loss" to treat as compiled (fusion.py).
-        fold: leave out repeated layers; False runs all layers, to test that folding makes no difference.
-    """
+    """Run one training step of stage `number`, which has the modules `names`, on the pipeline rank that has the stage.
+    `fused`: which of "model" and "loss" to treat as compiled (fusion.py). fold=False also runs repeated layers, to test
+    that folding makes no difference."""
     parallelism = config.parallelism
     folded = fold_stage(config, names) if fold and not config.own.block else fold_layers(names, len(names))
     rank = pipeline_rank * parallelism.world_size // parallelism.pipeline_parallel_degree
@@ -119,7 +111,7 @@ def dry_run(
         axes = axes_of_groups(layout)
         stage = _build_stage(config, layout, folded.names, compiled="model" in fused)
         if config.optimizer.state_dtype in QUANTIZED_STATES:
-            from titanlite.techniques.low_bit_adam import create_value_tables  # late import: it takes a second
+            from titanlite.techniques.low_bit_adam import create_value_tables  # the import takes a second
 
             create_value_tables(config.optimizer.state_dtype)
         record = _record_low_bit_adam
@@ -127,7 +119,7 @@ def dry_run(
             from titanlite.tools.plan import muon_step  # late import: most plans do without Muon
 
             record = muon_step.recorder(config, layout.mesh, names, axes)
-        trace = stack.enter_context(recording())  # recording starts after the build, which reads values
+        trace = stack.enter_context(recording())  # fake tensors begin after the build, which reads tensors' values
         if fused or find_device(config.plan.device).kind == "gpu":
             stack.enter_context(fused_norm(trace, _local))
         if config.model.moe.n_experts:
@@ -166,7 +158,7 @@ def _build_stage(config: Config, layout: mesh.Layout, names: list[str], *, compi
 
 def axes_of_groups(layout: mesh.Layout) -> dict[str, tuple[str, list[int]]]:
     """Return the axis and the global ranks of each process group of a layout, by the group's name."""
-    # An axis of all ranks shares the group of "all"; its entry is later and replaces that of "all".
+    # An axis that has all ranks shares the group of "all", and the later entry of the axis replaces that of "all".
     groups = {"all": dist.group.WORLD, **{axis: layout.mesh[axis].get_group() for axis in mesh.AXES}}
     groups |= {"ring": layout.ring_group, "ulysses": layout.ulysses_group}
     present = [(axis, group) for axis, group in groups.items() if group is not None]
@@ -221,7 +213,8 @@ def _update(config: Config, trace: OpTrace, stage: Llama, optimizer: Any, balanc
 
 def _create_states(config: Config, optimizer: torch.optim.Optimizer) -> None:
     """Create the optimizer states by a step with zero gradients. Fake tensors cannot run LowBitAdam's compiled step,
-    and Muon's step has collectives, so both create their states without a step. A weight average (ema) is a state."""
+    and Muon's step has collectives, so both create their states without a step. A weight average (ema) is created,
+    too."""
     if _is(optimizer, "Muon"):
         from titanlite.tools.plan import muon_step  # late import: most plans do without Muon
 
@@ -242,7 +235,8 @@ def _create_states(config: Config, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _average(config: Config, optimizer: torch.optim.Optimizer) -> None:
-    """Update the weight average (ema) of an optimizer whose step was not run; any other step updates it itself."""
+    """Update the weight average (ema) of an optimizer whose step was not run; a step that runs updates the average
+    itself."""
     if config.ema.decay:
         from titanlite.techniques import ema  # late import: most plans do without an average
 
@@ -276,8 +270,8 @@ def _local(tensor: Tensor) -> list[Tensor]:
 def _persistent(
     trace: OpTrace, stage: Llama, optimizer: torch.optim.Optimizer, folded: FoldedStage
 ) -> tuple[Bytes, int, int, float]:
-    """Set the kind of all allocations that stay from step to step. Return their bytes by kind over all layers, and
-    `gradients`, `rotary` and `scale` of DryRun."""
+    """Set the kind of all allocations that stay from step to step. Return the allocations' bytes by kind over all
+    layers, and `gradients`, `rotary` and `scale` of DryRun."""
     total, weights, of_run_layers, rotary = dict.fromkeys(KINDS, 0), 0, 0, 0
     parameters = dict(stage.named_parameters())
     tensors = [("parameters", name, tensor) for name, tensor in [*parameters.items(), *stage.named_buffers()]]
@@ -308,7 +302,7 @@ def _mark_layers(trace: OpTrace, stage: Llama) -> None:
             args[-1].register_hook(lambda grad: trace.mark(mark, layer))
 
     def attend_and_mark(attend: Callable[..., Any], layer: int, *args: Any) -> tuple[Tensor, Tensor]:
-        """Run a block up to its experts, and mark where they begin."""
+        """Run a block up to its experts, and mark where the experts begin."""
         again = trace.segments[-1].mark[0].endswith(" B")  # full AC repeats the block in its backward
         if again:
             trace.mark("layer B", layer)

@@ -2,7 +2,7 @@
 
 The tokens of a rank are spread evenly over the ranks of its expert-parallel group. The planned rank is the busiest of
 its group in every layer: it receives plan.expert_imbalance times the mean (1: the load is balanced), rounded up. A row
-is a token sent to one of its experts. Shapes: E experts of this rank, R ranks of an expert-parallel group.
+is a token that is sent to one expert. Shapes: E experts of this rank, R ranks of an expert-parallel group.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ def expert_load(config: Config) -> ExpertLoad:
 
 
 def even_shares(total: int, n: int) -> list[int]:
-    """Return n integers that sum to `total`. If it does not divide evenly, the first ones are larger by 1."""
+    """Return n integers that sum to `total`. If `total` does not divide evenly, the first integers are larger by 1."""
     return [total // n + (number < total % n) for number in range(n)]
 
 
@@ -57,7 +57,7 @@ def even_shares(total: int, n: int) -> list[int]:
 def assumed(config: Config, on_read: Callable[[], None]) -> Iterator[None]:
     """Let mixtures of experts in the with block use the assumed load, since fake tensors have no counts, and the
     grouped products of the config's device. Calls `on_read` where a run waits for the device to read counts."""
-    from titanlite.techniques.moe import counts, layer  # late import: a dense model needs neither
+    from titanlite.techniques.moe import counts, layer  # late import: a dense model has no experts
 
     types, load = layer.GROUPED_MM_DTYPES, expert_load(config)
 

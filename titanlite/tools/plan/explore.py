@@ -1,4 +1,4 @@
-"""Plan a grid of layouts around a config, and write one HTML page in which a reader changes them.
+"""Plan a grid of layouts around a config, and write one HTML page in which a reader chooses among them.
 
 The axes are degrees, batch, activation checkpointing (AC) and device. A chain is the configs that differ only in batch
 and device, from the smallest batch to the first that fits no device. Chains are planned in parallel.
@@ -35,13 +35,13 @@ AC = ["none", "selective", "selective attention", "full"]  # mode, then selectiv
 MODE, WORKERS = r"(none|full|selective( \w+)?)", 4
 AXIS = rf"({'|'.join(DEGREES)}|batch)=[1-9]\d*(,[1-9]\d*)*|ac={MODE}(,{MODE})*|device=.+"
 
-Entries = dict[str, dict[str, Any]]  # JSON data of the page: by choice, joined by "|"
-Chain = dict[int, dict[str, LoadedConfig[Config]]]  # configs by batch, then by key of Entries
+Entries = dict[str, dict[str, Any]]  # the page's JSON data of each choice, by the choice's values joined with "|"
+Chain = dict[int, dict[str, LoadedConfig[Config]]]  # configs of a chain by batch, then by key of Entries
 
 
 def make_axes(config: Config, texts: list[str]) -> dict[str, list[Any]]:
     """Return the values of each axis, the config's own first. `texts` such as tp=1,2 name the values of an axis. By
-    default tp, pp, cp and batch also have half and twice the config's. Raises ConfigError if a text is wrong."""
+    default tp, pp, cp and batch also have half and twice the config's value. Raises ConfigError if a text is wrong."""
     axes: dict[str, list[Any]] = {name: [value_of(config, key)] for name, key in DEGREES.items()}
     axes["batch"] = [value_of(config, MICROBATCH if axes["pp"] > [1] else BATCH)]
     for name in ("tp", "pp", "cp", "batch"):
@@ -60,11 +60,11 @@ def make_axes(config: Config, texts: list[str]) -> dict[str, list[Any]]:
 
 
 def overrides(choice: dict[str, Any], plan: Plan, loaded: LoadedConfig[Config]) -> list[str]:
-    """Return the arguments that turn a config into a choice of values. With a pipeline, the chosen batch is that of a
-    microbatch, and there are as many accumulation steps as in the config's own pipeline, or one."""
+    """Return the arguments that turn a config into a choice of values. With a pipeline, the chosen batch is the
+    microbatch size, and the accumulation steps are those of the config's own pipeline, or one without it."""
     config, product = plan.config, choice["tp"] * choice["pp"] * choice["cp"]
     ranks = max(plan.world_size // product, 1)  # ranks that read different sequences
-    options = {key: choice[name] for name, key in DEGREES.items()}  # a rule rejects degrees with another product
+    options = {key: choice[name] for name, key in DEGREES.items()}  # rules reject degrees that do not fit the ranks
     options["parallelism.data_parallel_shard_degree"] = max(ranks // choice["dp_replicate"], 1)
     sequences, local = config.training.global_batch_size, choice["batch"]
     if choice["pp"] > 1:

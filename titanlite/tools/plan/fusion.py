@@ -1,7 +1,6 @@
-"""Model the effect of torch.compile on a block's operators, without compiling. Neighbouring pointwise operators become
-one kernel: all those between two matrix multiplications, attentions or collectives, as a model of inductor. Results
-that no other kernel reads are never written. Results that the backward can compute again at little cost are not saved
-for it."""
+"""Model the effect of torch.compile on a block's operators, without compiling. As a model of inductor, all pointwise
+operators between two matrix multiplications, attentions or collectives become one kernel. Results that no other kernel
+reads are never written. Results that the backward can compute again at little cost are not saved for it."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -36,7 +35,7 @@ def fuse(segments: Sequence[list[Event]]) -> list[list[Event]]:
         for allocation, number in writer.items()
         if is_fusible(groups[number][0])
         and allocation.kind in ("temporary", "logits")
-        and readers.get(allocation) == {number}  # None: a collective reads it
+        and readers.get(allocation) == {number}  # None: a collective reads the allocation
         and allocation in freed
         and allocation.shape != ()
     }
@@ -103,9 +102,9 @@ def overlap(segments: Sequence[Segment], groups: Mapping[str, int]) -> None:
 
 
 def _overlapping(event: Communication, works: list[Work]) -> list[Work]:
-    """Return the products that async TP overlaps with a collective: those of its gathered tensor and a weight, or the
-    one whose result only the collective reads. Products with a bias, products of a gathered tensor that is cast to
-    float8, and sums of products are not overlapped."""
+    """Return the products that async TP overlaps with a collective: products of its gathered tensor and a weight, or
+    the product whose result only the collective reads. Products with a bias, products of a gathered tensor that is cast
+    to float8, and sums of products are not overlapped."""
     if event.name == "all_gather":
         gathered = [work for work in works if work.name == "aten.mm" and work.inputs[0] in event.outputs]
         return [work for work in gathered if work.inputs[1].kind in ("parameters", "gathered")]
@@ -115,8 +114,9 @@ def _overlapping(event: Communication, works: list[Work]) -> list[Work]:
 
 
 class _Life:
-    """The history of an allocation: the segment that allocates it (`born`) and the one that frees it (-1: none), its
-    changes of size, the operators of segment `born` that use and that write it, and later segments' that use it."""
+    """The history of an allocation: the segment that allocates it (`born`), the one that frees it (-1: none), its
+    number of changes of size, the operators of segment `born` that use and that write it, and the operators of later
+    segments that use it."""
 
     def __init__(self, born: int):
         self.born, self.freed, self.changes = born, -1, 0
@@ -126,17 +126,12 @@ class _Life:
 
 
 class _Saved:
-    """The allocations that the forward saves for the backward.
-
-    Attributes:
-        freed: allocations that the forward frees instead of saving.
-        sources: for each allocation that the backward computes again, the allocations that it is computed from.
-    """
+    """The allocations that the forward saves for the backward."""
 
     def __init__(self, segments: Sequence[Segment]):
         self.segments, self.lives = segments, _lives(segments)
-        self.freed: set[Allocation] = set()
-        self.sources: dict[Allocation, set[Allocation]] = {}
+        self.freed: set[Allocation] = set()  # allocations that the forward frees instead of saving
+        self.sources: dict[Allocation, set[Allocation]] = {}  # inputs from which the backward computes a freed one
 
     def exists(self, allocation: Allocation, number: int) -> bool:
         """Return whether an allocation exists in a segment."""
@@ -179,8 +174,8 @@ class _Saved:
 
 def save_less(segments: Sequence[Segment], forward: Collection[int], backward: Collection[int]) -> None:
     """Free in the forward the results that eager autograd saves and a compiled block does not
-    (torch._functorch.partitioners.min_cut_rematerialization_partition). They are results that no backward reads, and
-    pointwise results that only pointwise operators read in the backward. The inputs of such a pointwise result exist in
+    (torch._functorch.partitioners.min_cut_rematerialization_partition). Such results are not read in the backward, or
+    are pointwise and read only by pointwise operators in the backward. The inputs of such a pointwise result exist in
     the backward anyway, or are smaller and saved instead: bfloat16 logits instead of their float32 log-softmax.
     `forward`, `backward`: numbers of the compiled segments."""
     saved = _Saved(segments)
@@ -192,7 +187,7 @@ def save_less(segments: Sequence[Segment], forward: Collection[int], backward: C
                 saved.freed.add(allocation)
         elif all(number in backward and is_fusible(work) for number, work in life.later):
             saved.compute_again(allocation)
-    for allocation in saved.freed:  # free it directly after its last use in the segment that allocates it
+    for allocation in saved.freed:  # free an allocation directly after its last use in its first segment
         allocation.kind, life = "temporary", saved.lives[allocation]
         end = _take_end(segments, allocation, life)
         early = segments[life.born].events

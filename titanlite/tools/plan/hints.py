@@ -71,7 +71,8 @@ def too_little_memory(plan: Plan) -> str:
 
 
 def memory_to_spare(plan: Plan) -> Iterator[str]:
-    """Yield hints to drop options that save memory, if the plan has room for the most bytes that each may add."""
+    """Yield hints to drop options that save memory, if the plan has room for the most bytes that dropping each may
+    add."""
     config, worst, training, seconds = plan.config, plan.worst, plan.config.training, plan.cost.seconds
     spare, peak = (plan.device.memory - worst.total) / (worst.total / worst.peak.total), worst.peak
     # The memory that the backward of a recomputed block adds includes all of the block's activations.

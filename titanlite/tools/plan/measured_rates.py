@@ -33,9 +33,9 @@ def work_seconds(measured: Measured, work: Work) -> float:
 
 
 def collective_seconds(measured: Measured, name: str, size: int, n: int, nodes: int) -> float:
-    """Return the seconds of a collective of `size` bytes over n ranks on `nodes` nodes. They are those of the measured
-    group that is nearest, first in whether it spans nodes, then in its number of ranks. The size is converted to that
-    number of ranks as in a ring, by (n - 1) / n. Raises ConfigError if no group was measured."""
+    """Return the seconds of a collective of `size` bytes over n ranks on `nodes` nodes. The measured group that is
+    nearest, first in whether it spans nodes, then in its number of ranks, gives the seconds. The size is converted to
+    that group's number of ranks as in a ring, by (n - 1) / n. Raises ConfigError if no group was measured."""
     rows = [row for row in measured.collectives if row.name == name]
     if not rows:
         raise ConfigError([f"plan.device: no {name} was measured there; calibrate with at least two ranks"])
@@ -60,7 +60,7 @@ def seconds_at(points: Sequence[Sequence[float]], size: float) -> float:
 def rate_at(rows: Sequence[Sequence[float]], sizes: Sequence[float]) -> float:
     """Return the rate at some sizes, from rows (*sizes, rate) on a grid that may have gaps. Sizes outside of the grid
     are moved to its edge. The rate is a mean over the measured corners of the grid's cell, weighted by distance; if no
-    corner was measured, it is that of the nearest row."""
+    corner was measured, the nearest row's rate is taken."""
     table = {tuple(row[:-1]): row[-1] for row in rows}
     sides = []
     for axis, size in enumerate(sizes):

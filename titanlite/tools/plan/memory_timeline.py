@@ -28,17 +28,12 @@ class Point(NamedTuple):
 
 
 class MemoryTimeline:
-    """Replays the allocations of segments, beginning with the bytes that stay allocated from step to step.
-
-    Attributes:
-        current_bytes: bytes that are allocated now, by kind.
-        points: two for each segment, at its peak and at its end.
-    """
+    """Replays the allocations of segments, beginning with the bytes that stay allocated from step to step."""
 
     def __init__(self, config: Config, persistent: Bytes):
-        self.current_bytes = {kind: persistent.get(kind, 0) for kind in KINDS}
+        self.current_bytes = {kind: persistent.get(kind, 0) for kind in KINDS}  # bytes allocated now, by kind
         self.rounding = 1 if find_device(config.plan.device).kind == "cpu" else 512  # CUDA's allocation unit in bytes
-        self.points: list[Point] = [Point("between steps", dict(self.current_bytes))]
+        self.points: list[Point] = [Point("between steps", dict(self.current_bytes))]  # peak and end of each segment
         self._changes: dict[int, tuple[Bytes, Bytes]] = {}
 
     def replay(self, segments: Iterable[Segment], label: str, *, without: str = "") -> None:

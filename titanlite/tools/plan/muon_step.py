@@ -1,6 +1,6 @@
 """Record Muon's step in a dry run. Muon assigns the matrices of all layers of a stage to ranks, in rounds, and a dry
-run has only a few layers. So the rounds are computed for the full stage. Each is recorded as its largest matrix, and
-rounds whose largest matrices have one shape are a single phase ("muon", number, times)."""
+run has only a few layers. So the rounds are computed for the full stage. Each round is recorded as its largest matrix,
+and rounds whose largest matrices have equal shapes share a phase ("muon", number, times)."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,11 +25,11 @@ def shapes_of_matrices(config: Config, names: Sequence[str] | None) -> list[tupl
 def recorder(
     config: Config, mesh: DeviceMesh, names: Sequence[str], axes: dict[str, tuple[str, list[int]]]
 ) -> Callable[[OpTrace, Muon], None]:
-    """Return a function that runs AdamW's step of the other weights, and records Muon's step in a stage of the named
-    modules. Add Muon's process group to `axes` if it is missing."""
+    """Return a function that runs AdamW's step of the weights without Muon, and records Muon's step in a stage of the
+    named modules. Add Muon's process group to `axes` if it is missing."""
     group = stage_group(mesh)
     axes.setdefault(group.group_name, ("stage", dist.get_process_group_ranks(group)))
-    has_own_experts = config.parallelism.expert_parallel_degree == group.size()  # each rank has experts of its own
+    has_own_experts = config.parallelism.expert_parallel_degree == group.size()  # a rank's experts are unsharded
     rounds = assign(shapes_of_matrices(config, names), group.size())
     longest = Counter(max((unit.shape for unit in units), key=work_of) for units in rounds)
 
@@ -37,7 +37,7 @@ def recorder(
         optimizer.adamw.step()
         for weight in optimizer.matrices:
             size, exchanged = local_shard(weight).nbytes, local_shard(weight).numel() * optimizer.dtype.itemsize
-            # Reads and writes: momentum, its look-ahead by one gradient, weight decay, subtraction of the result.
+            # Count bytes of momentum, its look-ahead by one gradient, weight decay, subtraction of the result.
             trace.record(Work("titanlite.techniques.muon", 0, "", 6 * size + exchanged, 3 * size + exchanged, (), ()))
         for number, (shape, times) in enumerate(longest.items()):
             trace.mark("muon", number, times)

@@ -53,9 +53,10 @@ class Allocation:
 
     Attributes:
         size, largest: current bytes, and the most bytes so far.
-        maker: the operator that allocated it, or the argument of `OpTrace.naming`; BUFFER for a module's buffer.
-        kind: kind of memory (see titanlite/tools/plan/memory_timeline.py); "" until it is known.
-        shape: shape of the tensor that it was allocated for.
+        maker: the operator that allocated the memory, or the argument of `OpTrace.naming`; BUFFER for a module's
+            buffer.
+        kind: kind of memory (see titanlite/tools/plan/memory_timeline.py); "" until the kind is known.
+        shape: shape of the tensor that the memory was allocated for.
     """
 
     __slots__ = ("kind", "largest", "maker", "shape", "size")
@@ -72,26 +73,17 @@ class Memory(NamedTuple):
 
 
 class Work(NamedTuple):
-    """An operator on the device.
-
-    Attributes:
-        flops: FLOPs of matrix multiplication and attention; 0 for all other operators.
-        dtype: name of the device's peak rate that applies to `flops`: "bf16", "fp8" or "fp32"; "" without flops.
-        read, written: bytes read from inputs and written to outputs.
-        sizes: for matrix multiplications [m, k] x [k, n], their number, m, n and k; for attention, the queries and the
-            keys of a sequence, and head_dim.
-        kernels: number of kernels, each with fewer rows, into which a matrix multiplication is split.
-    """
+    """An operator on the device."""
 
     name: str
-    flops: int
-    dtype: str
-    read: int
-    written: int
+    flops: int  # FLOPs of matrix multiplication and attention; 0 for all other operators
+    dtype: str  # the device's peak rate that applies to `flops`: "bf16", "fp8" or "fp32"; "" without flops
+    read: int  # bytes read from inputs
+    written: int  # bytes written to outputs
     inputs: tuple[Allocation, ...]
     outputs: tuple[Allocation, ...]
-    sizes: tuple[int, ...] = ()
-    kernels: int = 1
+    sizes: tuple[int, ...] = ()  # number, m, n, k of products [m, k] x [k, n]; queries, keys, head_dim of attention
+    kernels: int = 1  # kernels, each with fewer rows, into which a matrix multiplication is split
 
     def of_rows(self, share: float) -> "Work":
         """Return this matrix multiplication with only a share (0 to 1) of the rows of [m, k]."""
@@ -102,24 +94,21 @@ class Work(NamedTuple):
 
 
 class Dispatch(NamedTuple):
-    """Operators that the host dispatches before the next event: `operators` on plain tensors, including views, and
-    `on_dtensors` on DTensors, each of which dispatches plain operators."""
+    """The host dispatches operators before the next event."""
 
-    operators: int
-    on_dtensors: int
+    operators: int  # operators on plain tensors, including views
+    on_dtensors: int  # operators on DTensors, each of which dispatches operators on plain tensors
 
 
 class Communication(NamedTuple):
-    """A collective in the named process group, or a message. `size`: bytes of the full tensor that is gathered, reduced
-    or sent; in an all-to-all, the larger of the bytes that a rank sends and receives. `outputs`, `inputs`: allocations
-    that the collective writes and reads. `products`: matrix multiplications that the collective overlaps with."""
+    """A collective in the process group named `group`, or a message."""
 
     name: str
     group: str
-    size: int
-    outputs: tuple[Allocation, ...] = ()
-    inputs: tuple[Allocation, ...] = ()
-    products: tuple[Work, ...] = ()
+    size: int  # bytes of the full tensor; in an all-to-all, the larger of the bytes that a rank sends and receives
+    outputs: tuple[Allocation, ...] = ()  # allocations that the collective writes
+    inputs: tuple[Allocation, ...] = ()  # allocations that the collective reads
+    products: tuple[Work, ...] = ()  # matrix multiplications that the collective overlaps with
     kernels: int = 1
 
 
@@ -150,20 +139,14 @@ COPY_IN = "fsdp.all_gather_copy_in"
 
 
 class OpTrace(TorchDispatchMode):
-    """Records the operators, collectives and allocations inside its with block.
-
-    Attributes:
-        segments: events by mark, in the order in which the host issues them.
-        live: current allocations, by their storage's address.
-        enabled: whether operators are recorded.
-    """
+    """Records the operators, collectives and allocations inside its with block."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.segments: list[Segment] = [Segment(("begin",), [])]
-        self.live: dict[int, Allocation] = {}
+        self.segments: list[Segment] = [Segment(("begin",), [])]  # events in the order in which the host issues events
+        self.live: dict[int, Allocation] = {}  # current allocations, by their storage's address
         self._watched: dict[int, Any] = {}
-        self.enabled, self._maker = True, ""
+        self.enabled, self._maker = True, ""  # enabled: whether operators are recorded
         self._operators, self._on_dtensors = 0, 0  # operators dispatched since the last event
 
     def mark(self, *label: Any) -> None:
@@ -332,7 +315,7 @@ def _flops(
 ) -> tuple[int, str, tuple[int, ...]]:
     """Return the FLOPs of a matrix multiplication or of attention (half of them under a causal mask), the dtype whose
     peak rate applies, and the sizes; see Work."""
-    if name in ("mm", "addmm", "addmm_", "bmm", "_scaled_mm", "_grouped_mm"):  # a row belongs to one group
+    if name in ("mm", "addmm", "addmm_", "bmm", "_scaled_mm", "_grouped_mm"):  # grouped: a row is in one group
         left, right = (inputs[1], inputs[2]) if name.startswith("addmm") else (inputs[0], inputs[1])
         sizes = left.shape[0] if name == "bmm" else 1, left.shape[-2], right.shape[-1], left.shape[-1]
         return 2 * math.prod(sizes), "fp8" if name == "_scaled_mm" else _rate_dtype(left), sizes

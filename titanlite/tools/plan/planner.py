@@ -71,13 +71,9 @@ def make_plan(
     cache: dict[str, list[DryRun]] | None = None,
     **options: bool,
 ) -> Plan:
-    """Plan a run. Raises ConfigError as `resolve` does.
-
-    Args:
-        world_size: see `resolve`.
-        cache: dry runs of earlier plans; a plan that differs only in the device reuses them.
-        options: `fold` and `show_progress`, passed to `_dry_run_stages`.
-    """
+    """Plan a run on `world_size` ranks (see `resolve`). `cache`: dry runs of earlier plans; a plan that differs only in
+    the device reuses them. `options`: `fold` and `show_progress` of `_dry_run_stages`. Raises ConfigError as `resolve`
+    does."""
     config, device, world = resolve(loaded, world_size)
     parallelism, degree = config.parallelism, config.parallelism.pipeline_parallel_degree
     names = stage_modules(config) if degree > 1 else [module_names(config.model.n_layers)]
@@ -147,12 +143,10 @@ def takes_cudnn(config: Config, device: Device) -> bool:
 
 
 def config_for_dry_run(config: Config) -> Config:
-    """Return a config that fake tensors can run, with the allocations and the work of the original.
-
-    Blocks run uncompiled, and fusion.py models the compiler's effect afterwards. Fake tensors are on the CPU, so the
-    attention backend is set to one of CUDA's; cuDNN saves the same tensors as flash (see takes_cudnn). CPU offload is
-    off, since FSDP gathers offloaded weights on the device.
-    """
+    """Return a config that fake tensors can run, with the allocations and the work of the original. Blocks run
+    uncompiled, and fusion.py models the compiler's effect afterwards. Fake tensors are on the CPU, so the attention
+    backend is set to one of CUDA's; cuDNN saves the same tensors as flash (see takes_cudnn). CPU offload is off, since
+    FSDP gathers offloaded weights on the device."""
     backend = config.training.attention_backend
     if backend == "auto" and find_device(config.plan.device).kind == "gpu":
         backend = ATTENTION_BACKENDS_ON_CUDA[config.training.mixed_precision_param][0]
@@ -167,8 +161,9 @@ def config_for_dry_run(config: Config) -> Config:
 def _dry_run_stages(
     config: Config, stages: list[list[str]], ranks: list[int], *, fold: bool = True, show_progress: bool = False
 ) -> list[DryRun]:
-    """Return the dry run of each stage; stages of one kind share a dry run. Each dry run has its own process, because
-    torch keeps a world's process groups until the process ends. fold=False runs repeated layers too, as a test."""
+    """Return each stage's dry run; stages of one kind share a dry run. A dry run has a process of its own, because
+    torch keeps a world's process groups until the process ends. fold=False runs repeated layers too, to test
+    folding."""
     fused = config.compile.components if config.compile.enable else ()
     config = config_for_dry_run(config)
     kinds, futures = [kind_of_stage(config, names) for names in stages], dict[tuple, Future[DryRun]]()
@@ -188,7 +183,8 @@ def _dry_run_stages(
 
 def kind_of_stage(config: Config, names: list[str]) -> tuple:
     """Return a key that is equal for stages with equal dry runs: modules other than layers, each layer's experts and
-    window, the first layer's place in the pattern of activation checkpointing. Stages of own blocks share no key."""
+    window, the first layer's place in the pattern of activation checkpointing. Stages of own blocks (own.block) share
+    no key."""
     layers = layers_of(names)
     if config.own.block:
         return tuple(names)

@@ -81,7 +81,7 @@ def empty_table(title: str, *columns: str, right: tuple[str, ...]) -> Table:
 
 
 def memory_table(plan: Plan) -> Table:
-    """Return the memory by rank and kind, at each rank's peak."""
+    """Return a table of memory by rank and kind, at each rank's peak."""
     shown = [kind for kind in KINDS if any(rank.peak.bytes[kind] for rank in plan.ranks)]
     table = empty_table("peak memory of a step, GiB", "rank", right=(*shown, "tensors", "overhead", "total"))
     for rank in plan.ranks:
@@ -112,7 +112,7 @@ def _where(plan: Plan, axis: str) -> str:
 
 
 def communication_table(plan: Plan) -> Table:
-    """Return the communication of the busiest rank by mesh axis."""
+    """Return a table of the busiest rank's communication by mesh axis."""
     columns = ("axis", "collective", "ranks", "interconnect")
     table = empty_table("communication per rank and step", *columns, right=("count", "GiB", "GiB each"))
     for (axis, name), (count, size) in sorted(plan.cost.communication.items(), key=lambda item: -item[1][1]):

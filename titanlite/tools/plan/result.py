@@ -31,7 +31,7 @@ def spread_of_difference(one: Spread, other: Spread) -> tuple[float, str]:
 
 @dataclasses.dataclass(frozen=True)
 class RankPlan:
-    """A pipeline rank's memory. Ranks that differ only in their place on other axes need the same memory."""
+    """A pipeline rank's memory. Ranks with the same pipeline rank need the same memory."""
 
     rank: int
     points: list[Point]  # bytes on the device at each moment of a step
@@ -40,12 +40,10 @@ class RankPlan:
 
     @functools.cached_property
     def peak(self) -> Point:
-        """The moment with the most bytes of tensors."""
         return max(self.points, key=lambda point: point.total)
 
     @property
     def total(self) -> int:
-        """Bytes at the peak, with the non-tensor overhead."""
         return self.peak.total + sum(self.overhead.values())
 
 
@@ -73,7 +71,6 @@ class Plan:
 
     @functools.cached_property
     def worst(self) -> RankPlan:
-        """The rank that needs the most memory."""
         return max(self.ranks, key=lambda rank: rank.total)
 
     @property
@@ -82,7 +79,6 @@ class Plan:
 
     @property
     def step_range(self) -> tuple[float, float]:
-        """The shortest and the longest step to expect, in seconds."""
         return range_of(self.step_seconds, self.spread)
 
     @property

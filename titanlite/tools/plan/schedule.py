@@ -70,7 +70,7 @@ class Span(NamedTuple):
     end: float
 
 
-Result = tuple[bool, int, int]  # an action's result: whether it is of a forward, its stage, its microbatch
+Result = tuple[bool, int, int]  # identifies an action's result: (whether it is a forward's, stage, microbatch)
 
 
 def _input_of(action: Action, n_stages: int) -> Result | None:

@@ -36,19 +36,12 @@ def layers_of(names: Sequence[str]) -> list[str]:
 
 
 class FoldedStage(NamedTuple):
-    """A stage from which repeated layers were removed.
+    """A stage from which repeated layers were removed."""
 
-    Attributes:
-        names: names of the remaining modules.
-        repeated: numbers of the layers that are copied in place of the removed layers.
-        copies: number of copies of the repeated layers that replace the removed ones.
-        numbers: numbers of all layers of the full stage.
-    """
-
-    names: list[str]
-    repeated: list[int]
-    copies: int
-    numbers: list[int]
+    names: list[str]  # names of the remaining modules
+    repeated: list[int]  # numbers of the layers that are copied in place of the removed layers
+    copies: int  # number of copies of the repeated layers
+    numbers: list[int]  # numbers of all layers of the full stage
 
 
 def fold_layers(names: Sequence[str], period: int, n_first: int = 0) -> FoldedStage:
@@ -99,7 +92,7 @@ def _kind(allocation: Allocation, begin: str, end: str, logits: Collection[int])
         return "communication"
     in_forward, in_backward, microbatch = begin.startswith("F"), begin.startswith("B"), begin[1:]
     if (in_forward or in_backward) and end not in (f"F{microbatch}", f"B{microbatch}"):
-        return "gradients"  # the next microbatch's gradients are added to it
+        return "gradients"  # the next microbatch's gradients are added to this allocation
     if in_forward and shape and shape[-1] in logits:
         return "logits"
     return "activations" if in_forward and end != begin else "temporary"

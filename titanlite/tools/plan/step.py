@@ -51,7 +51,7 @@ class StageCost:
 
     def of_update(self, *, communicates: bool = True) -> Cost:
         """Return the cost of updating all the stage's weights. The collectives of an update do not grow with a rank's
-        weights or stages; `communicates`: count them for this stage."""
+        weights or stages; `communicates`: whether to count collectives for this stage."""
         events = [event for segment in self.dry_run.phases[("update",)] for event in segment.events]
         cost, model = Cost(), self.cost_model
         computation = [event for event in events if not isinstance(event, Communication)]
@@ -100,8 +100,8 @@ def step_time(config: Config, stages: list[StageCost], ranks: list[int], actions
 def memory_points(
     config: Config, dry_runs: list[DryRun], ranks: list[int], actions: list[list[Group]]
 ) -> list[list[Point]]:
-    """Return each pipeline rank's memory at each moment of a step. `ranks`: the rank of each stage. `actions`: those of
-    each rank, or none without a pipeline."""
+    """Return each pipeline rank's memory at each moment of a step. `ranks`: the rank of each stage. `actions`: each
+    rank's actions, empty without a pipeline."""
     if not actions:
         (run,) = dry_runs
         timeline = MemoryTimeline(config, run.persistent)
@@ -158,7 +158,7 @@ def _time_with_pipeline(
 
 
 def _update_phases(run: DryRun) -> list[tuple]:
-    """Return the phases of an update. The last one frees the gradients."""
+    """Return the phases of an update. The last phase frees the gradients."""
     return [*(key for key in run.phases if key[0] == "muon"), ("update",)]
 
 

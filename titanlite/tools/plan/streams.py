@@ -4,16 +4,17 @@ computation and communication on streams of their own.
 The streams and their waits are those of FSDP2 as torch 2.11 to 2.15 runs it:
 
 - Computation overlaps with an all-gather of FSDP, and waits for it before the weights are copied out of its buffer. The
-  all-gather begins when the host has issued it and its stream is free; in a forward also after the second-last copy
-  out of a buffer, in a backward after the last copy. So at most two buffers exist.
-- A reduce-scatter of FSDP begins after the backward that made its gradients. The next reduce-scatter's copy into the
-  buffer waits for it. The all-reduce over replicas follows the reduce-scatter.
+  all-gather begins when the host has issued it and its stream is free; in a forward also after the second-last copy out
+  of a buffer, in a backward after the last copy. So at most two buffers of gathered weights exist.
+- A reduce-scatter of FSDP begins after the backward that made its gradients. The next reduce-scatter copies gradients
+  into a buffer only after the previous one has ended. The all-reduce over replicas follows the reduce-scatter.
 - CPU offload copies a shard of weights to the device before its all-gather, on a stream for such copies, and not
-  earlier than the all-gather could begin. It copies a shard of gradients to the host on the reduce-scatter's stream.
-  From the second gradient accumulation step on, the host waits for that copy and adds it to the earlier gradient.
+  earlier than the all-gather could begin. CPU offload copies a shard of gradients to the host on the reduce-scatter's
+  stream. From the second gradient accumulation step on, the host waits for the copied shard and adds it to the earlier
+  gradient.
 - A message of ring attention is sent beside one attention, and the next attention waits for it.
-- An all-to-all of expert parallel begins after the computation before it. The first operator that reads its result
-  waits for it.
+- An all-to-all of expert parallel begins after the computation before it. The first operator that reads the result
+  waits for the all-to-all.
 - Computation waits at once for every other collective, which is exposed.
 
 A CPU has one stream: operators and collectives run on the host, except messages of ring attention.
@@ -42,7 +43,7 @@ class Collective(NamedTuple):
     axis: str
     seconds: float
     copy: float = 0.0  # seconds of CPU offload's copy of the shard: before an all-gather, after a reduce-scatter
-    addition: float = 0.0  # seconds that the host takes to add the copied shard to an earlier step's gradient
+    addition: float = 0.0  # seconds that the host takes to add the copied shard to the earlier gradient
     outputs: tuple[Hashable, ...] = ()  # allocations that the collective writes and an Arrival waits for
 
 
@@ -90,7 +91,7 @@ class Streams:
         self._gathers: deque[float] = deque()  # end times of all-gathers whose output is not copied out yet
         self._offloaded = 0.0  # time when the stream that copies weights from host memory is free
         self._copies = deque([0.0, 0.0], maxlen=2)  # start times of the last two copies of gathered weights
-        self._arrivals: dict[Hashable, float] = {}  # by allocation: arrival time of a collective's output
+        self._arrivals: dict[Hashable, float] = {}  # arrival time of a collective's output, by allocation
         self._message: tuple[float, bool] | None = None  # message in flight: arrival time, whether attention has begun
 
     def run(self, items: Iterable[Item], *, forward: bool, accumulates: bool = False) -> None:
