@@ -1,8 +1,8 @@
 """Search for the fastest layout with which a model fits a number of devices.
 
 Plans up to twelve layouts, prints the fastest ones and the reasons for the recommended layout, and with --write writes
-it as a config, which `titanlite plan` plans in detail. The search needs no GPU and takes minutes. Ctrl-C ends it early:
-the result of the plans made by then is printed and written.
+it as a config, which `titanlite plan` plans in detail. The search needs no GPU and takes minutes. After Ctrl-C, the
+result of the plans made by then is printed and written.
 
 Exit status: 0 a layout is recommended; 1 nothing fits, or the search was interrupted; 2 the options are wrong.
 """
@@ -19,7 +19,7 @@ from titanlite.metrics.devices import find_device
 if TYPE_CHECKING:
     from titanlite.tools.advise.search_space import Task
 
-MOST_DEVICES = 2**14  # for more devices, listing the candidate layouts would take minutes
+MOST_DEVICES = 2**14  # listing the candidate layouts of more devices would take minutes
 TOKENS = 4 * 2**20  # default tokens of an optimizer step, as Llama 2 and 3 with 7 to 70 billion parameters used
 
 

@@ -115,7 +115,6 @@ def _explain_degrees(search: Search, layout: PlannedLayout) -> list[str]:
 
 
 def _explain_experts(task: Task, mesh: Mesh) -> list[str]:
-    """Return a line for expert parallelism, if the model has experts."""
     n_experts, per_node = task.model.moe.n_experts, task.device.devices_per_node
     if not n_experts:
         return []

@@ -1,4 +1,4 @@
-"""A closed-form estimate of a layout's memory. It decides which layouts are worth a plan."""
+"""A closed-form estimate of a layout's memory, which decides whether the layout is worth a plan."""
 
 import math
 
@@ -31,7 +31,7 @@ def estimate_bytes(task: Task, candidate: Candidate) -> float:
         gathered = weights * (2 + 4)
         n_microbatches = candidate.local_batch // candidate.microbatch
         in_flight = n_layers / candidate.stages * _forwards_in_flight(candidate, n_microbatches)
-        # Receive buffers of each stage in both directions and, except under 1F1B, sent messages.
+        # Count receive buffers of each stage in both directions and, except under 1F1B, sent messages.
         messages = 2 * tokens * model.dim * n_microbatches * (2 if schedule == "1F1B" else 3.5 * candidate.stages)
         if schedule in SPLIT_BACKWARD:
             gathered += mesh.pp * n_layers / candidate.stages * between
@@ -59,7 +59,7 @@ def _layer_weights(task: Task, mesh: Mesh) -> tuple[float, float]:
     total = (task.n_parameters - matrices * model.dim * model.vocab_size - model.dim) / model.n_layers
     experts = _share_with_experts(model) * 3 * model.dim * model.expert_dim * model.moe.n_experts
     others = (total - experts) / mesh.tp
-    # Experts are sharded over ep or, without it, over tp; FSDP shards them over the rest of shards x tp.
+    # Experts are sharded over ep or, if ep is 1, over tp; FSDP shards experts over the rest of shards x tp.
     return others + experts / (mesh.ep if mesh.ep > 1 else mesh.tp), others / shards + experts / (shards * mesh.tp)
 
 
@@ -68,7 +68,7 @@ def _share_with_experts(model: Model) -> float:
 
 
 def _expert_values(task: Task, mesh: Mesh) -> float:
-    """Return how many 2-byte activations of experts a token has in a layer. Selective AC saves none of them."""
+    """Return how many 2-byte activations a token has in a layer of experts. Selective AC saves none of these values."""
     model, moe = task.model, task.model.moe
     if not moe.n_experts:
         return 0.0
@@ -96,7 +96,7 @@ def _layer_bytes(task: Task, candidate: Candidate) -> tuple[float, float, float]
         saved = dim
     elif candidate.checkpointing == "selective":
         saved = (1 if is_split else 2 if candidate.compiled else 3) * dim + hidden + channels
-        saved += 0 if candidate.compiled else unsharded  # the sums over tensor-parallel ranks
+        saved += 0 if candidate.compiled else unsharded  # uncompiled blocks save sums over tensor-parallel ranks
     else:
         saved = (2 if is_split else 4) * dim + hidden + (products if candidate.compiled else hidden) + channels
         saved += norms + _expert_values(task, mesh) + unsharded

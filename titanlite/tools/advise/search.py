@@ -34,8 +34,8 @@ CLOSE = 1.03  # plans are not accurate enough to tell apart step times with a sm
 
 class PlannedLayout(NamedTuple):
     """The plan of a candidate: bytes of the worst rank, seconds of a step, tokens per second and device, and the share
-    of time that is pipeline bubble. Of `communication` seconds, `overlapped` overlap with computation. `shares` is
-    report.time_shares, `spread` a result.Spread. `problem` says why a candidate could not be planned."""
+    of time that is pipeline bubble. `overlapped` is the part of the `communication` seconds that overlaps with
+    computation. `shares` is report.time_shares, `spread` a result.Spread. `problem` says why planning failed."""
 
     candidate: Candidate
     bytes: int = 0
@@ -54,7 +54,7 @@ def plan_candidate(config: LoadedConfig, candidate: Candidate, n_devices: int) -
     """Plan a candidate; an error becomes the result's `problem`."""
     try:
         plan = make_plan(config, world_size=n_devices)
-    except Exception as error:  # a layout that cannot be planned is reported, and the others are still compared
+    except Exception as error:  # report a layout that cannot be planned, and compare the other layouts
         return PlannedLayout(candidate, problem=f"{type(error).__name__}: {error}")
     shares, seconds = time_shares(plan), plan.cost.seconds
     communication = sum(value for name, value in seconds.items() if name.startswith("communication: "))
@@ -64,21 +64,14 @@ def plan_candidate(config: LoadedConfig, candidate: Candidate, n_devices: int) -
 
 
 class Search:
-    """Chooses which candidates to plan.
-
-    Attributes:
-        planned: the candidates planned so far, including those that could not be planned.
-        baseline: the degrees of the heuristic baseline.
-        rejected: the first problem of a rejected candidate, by mesh.
-        interrupted: whether Ctrl-C ended the search early.
-    """
+    """Chooses which candidates to plan."""
 
     def __init__(self, task: Task):
-        self.task, self.baseline = task, heuristic_baseline(task)
-        self.planned: list[PlannedLayout] = []
-        self.rejected: dict[Mesh, str] = {}
+        self.task, self.baseline = task, heuristic_baseline(task)  # baseline: degrees of the heuristic baseline
+        self.planned: list[PlannedLayout] = []  # candidates planned so far, including failed plans
+        self.rejected: dict[Mesh, str] = {}  # the first problem of a mesh's rejected candidates
         self._open = set(candidates(task))
-        self.interrupted = False
+        self.interrupted = False  # whether Ctrl-C ended the search early
 
     def fits(self, size: float) -> bool:
         return size <= self.task.device.memory
@@ -139,8 +132,8 @@ class Search:
 
     def _priority(self, candidate: Candidate, fitting: list[PlannedLayout]) -> tuple:
         """Return a candidate's sort key. The heuristic baseline and FSDP alone come first. Last come candidates that
-        split the model more than a layout that fits, without recomputing less. The others are sorted by how much they
-        recompute, then by how much they split: the sequence before tensors before layers; then by batch, largest first.
+        split the model more than a layout that fits, without recomputing less. Others are sorted by how much they
+        recompute, then by how much they split: sequence before tensors before layers; then the largest batch is first.
 
         For models with experts, splitting and batch size count before recomputing, because FSDP gathers all experts for
         each batch and a token uses few. Expert parallel within a node comes first, then none, then over several nodes.

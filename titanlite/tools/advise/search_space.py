@@ -27,20 +27,13 @@ STATE_BYTES = 16  # bytes per parameter: a weight, its gradient and two optimize
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A model to train, and the devices to train it on.
+    """A model to train, and the devices to train it on."""
 
-    Attributes:
-        flavor: name of a size in titanlite/config/models.toml.
-        sequences: sequences of an optimizer step, equal for all layouts so that throughputs can be compared.
-        device_name: name in titanlite/metrics/devices.toml, or a TOML file.
-        float8: whether to try layouts with float8 too.
-    """
-
-    flavor: str
+    flavor: str  # name of a size in titanlite/config/models.toml
     seq_len: int
-    sequences: int
+    sequences: int  # sequences of an optimizer step, equal for all layouts so that throughputs can be compared
     n_devices: int
-    device_name: str
+    device_name: str  # name in titanlite/metrics/devices.toml, or a TOML file
     device: devices.Device
     float8: bool = False
 
@@ -92,7 +85,6 @@ class Candidate(NamedTuple):
 
     @property
     def pipeline(self) -> str:
-        """The pipeline schedule in words; empty without a pipeline."""
         return f"{self.schedule}, {self.stages} per rank" if self.mesh.pp > 1 else ""
 
     def loss_chunks(self, task: Task) -> int:
@@ -196,7 +188,7 @@ def candidates(task: Task) -> Iterator[Candidate]:
 
 
 def load_candidate(task: Task, candidate: Candidate) -> LoadedConfig:
-    """Return a candidate's config. Raises ConfigError if train.py would reject it."""
+    """Return a candidate's config. Raises ConfigError if train.py would reject the config."""
     config = load_values(candidate.options(task), "layout.toml", [])
     resolve(config, task.n_devices)
     return config

@@ -1,7 +1,6 @@
-"""Measure how long the host takes to dispatch operators: the forward and backward of a model so small that the
-operators themselves take almost no time, once of plain tensors and once of DTensors. In a training step on a CPU, large
-operators evict the dispatch's code and data from the caches. So a copy runs between the modules of the small model, and
-the copy's time is subtracted."""
+"""Measure how long the host takes to dispatch operators: forward and backward of a model so small that the operators
+themselves take almost no time, of plain tensors and of DTensors. In a training step on a CPU, large operators evict the
+dispatch's code and data from the caches. So a copy runs between the modules, and its time is subtracted."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -100,7 +99,7 @@ def measure_storage(timer: Timer, folder: Path, ranks_per_node: int) -> float:
 def _training_step(
     mesh: DeviceMesh, device: torch.device, eviction: Eviction, *, tensor_parallel: bool
 ) -> Callable[[], None]:
-    """Return a call of the forward and backward of a tiny model on this rank alone."""
+    """Return a function that runs forward and backward of a tiny model on this rank alone."""
     model = build_llama(Model(flavor="debug", **TINY), max_seq_len=8)
     if tensor_parallel:
         apply_tensor_parallel(model, mesh)

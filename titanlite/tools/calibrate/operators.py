@@ -55,7 +55,7 @@ class RandomOperands:
     """Returns random tensors: views of one buffer, which grows to the largest request.
 
     An operator that is repeated on the same operands finds them in a cache, which is rare in a training step. So an
-    operator takes other operands at each call. They are random, since a GPU is faster on zeros, which take less power.
+    operator takes other operands at each call. Operands are random, since a GPU is faster on zeros (less power).
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
@@ -99,7 +99,7 @@ def _product_seconds(timer: Timer, operands: RandomOperands, m: int, n: int, k: 
 
 def _scaled_product(operands: RandomOperands, m: int, n: int, k: int) -> Callable[[], object]:
     """Return a call of the float8 product with one scale per tensor, as torchao calls it. Private: torch._scaled_mm
-    (its arguments are those of torch 2.11 to 2.15; run on no GPU)."""
+    (with the arguments of torch 2.11 to 2.15; run on no GPU)."""
     dtype, scale = torch.float8_e4m3fn, torch.ones((), device=operands.device)
     call = functools.partial(torch._scaled_mm, out_dtype=torch.bfloat16, use_fast_accum=True)
     pairs = operands.turns((m, k), (n, k), result=m * n)
@@ -148,7 +148,7 @@ def measure_operators(timer: Timer) -> dict[str, list[list[float]]]:
 
 
 class Operands(NamedTuple):
-    """Tensors of one shape. The last four are float32: a weight, its gradient and its optimizer states."""
+    """Tensors of one shape. The last four tensors are float32: a weight, its gradient and its optimizer states."""
 
     x: Tensor
     y: Tensor

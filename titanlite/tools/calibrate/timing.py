@@ -13,24 +13,17 @@ MOST_CALLS = 1000  # most calls of a group
 
 
 class Timer:
-    """Times calls. Every rank must time the same calls in the same order.
-
-    Args:
-        seconds: least seconds for which a call is repeated.
-
-    Attributes:
-        spreads: for each timed call, the median relative distance of its groups' times from their mean.
-    """
+    """Times calls. Every rank must time the same calls in the same order. `seconds`: least time to repeat a call."""
 
     def __init__(self, device: torch.device, seconds: float = 0.05):
         self.device, self.budget = device, seconds
-        self.spreads: list[float] = []
-        self._barrier = 0.0  # seconds of an empty group
+        self.spreads: list[float] = []  # per timed call: median relative distance of its groups' times from their mean
+        self._barrier = 0.0  # seconds of a group without calls
         self._barrier = self._mean(lambda: None, 1)
 
     def __call__(self, call: Callable[[], object]) -> float:
         """Return the seconds of a call: the mean over five groups of calls, without the slowest group, so that frequent
-        delays count and rare ones do not. All ranks make equally many calls. They begin each group together, and a
+        delays count and rare ones do not. All ranks make equally many calls. All ranks begin a group together, and a
         group ends with the last rank, as a step waits at a collective for the last rank. So the time includes the
         effects of shared resources and of unequal speed. The first two calls do not count."""
         call()
@@ -49,7 +42,7 @@ class Timer:
         return mean
 
     def _group(self, call: Callable[[], object], n: int) -> float:
-        """Return the seconds per call in a group of n calls, rank 0's on all ranks."""
+        """Return the seconds per call in a group of n calls, as rank 0 measures them."""
         self._wait_for_all()
         begin = time.perf_counter()
         for _ in range(n):

@@ -47,9 +47,8 @@ class Pass(NamedTuple):
 
 
 def run_against(folder: Path) -> int:
-    """Print the comparison with the step in a folder, and return the exit status: 0 if rounding explains every
-    difference, 1 if not, 2 if rounding would also explain a wrong factor. Raises ConfigError if the folder is wrong, or
-    the step is not finite."""
+    """Print the comparison with the step in a folder. Return the exit status: 0 if rounding explains every difference,
+    1 if not, 2 if it also explains a wrong factor. Raises ConfigError if the folder is wrong or the step infinite."""
     recorded = read_step(folder)
     step, (n_sequences, seq_len) = recorded.step, recorded.tokens_BT.shape
     dtypes = ", ".join(f"{name} {dtype}" for name, dtype in step.dtypes.model_dump().items())
@@ -81,8 +80,8 @@ def run_against(folder: Path) -> int:
 
 
 def compare(recorded: RecordedStep, in_float64: Pass, as_theirs: Pass) -> dict[str, list[Row]]:
-    """Return the results of both programs as rows, by kind: "experts", "loss", "gradients", "gradient norm", "updates".
-    `as_theirs` has the rounding of the other program."""
+    """Return the compared results of both programs as rows, by kind: "experts", "loss", "gradients", "gradient norm",
+    "updates". `as_theirs` has the rounding of the other program."""
     step = recorded.step
     losses, loss, exact, routes = in_float64
     rounded_losses, rounded_loss, rounded, rounded_routes = as_theirs
@@ -133,7 +132,7 @@ def _norm(tensors: Tensors) -> Tensor:
 
 def _allowed(error: Tensor | float, magnitude: Tensor | float = 1.0) -> float:
     """Return the relative distance that rounding explains. `error`: relative distance of the rounded step from the
-    float64 step; NaN if both are zero. `magnitude`: factor on float64's tolerance, at least 1, or NaN."""
+    float64 step; NaN if both steps are zero. `magnitude`: factor on float64's tolerance, at least 1, or NaN."""
     factors = [ROUNDING_FACTOR * float(error), FLOAT64_TOLERANCE * float(magnitude), FLOAT64_TOLERANCE]
     return max(factor for factor in factors if math.isfinite(factor))
 
@@ -147,8 +146,8 @@ def _error_of_sum(tensors: Tensors) -> float:
 
 
 def forward_backward(recorded: RecordedStep, dtypes: Dtypes, mean_BT: Tensor | None = None) -> Pass:
-    """Compute the losses and gradients of a recorded step, with the balance loss's gradients if it has one. `mean_BT`
-    weights the tokens' losses; None: 1 / valid tokens. Raises ConfigError if a number is NaN or infinite."""
+    """Compute the losses and gradients of a recorded step, gradients of its balance loss included. `mean_BT` weights
+    the tokens' losses; None: each weight is 1 / valid tokens. Raises ConfigError if a number is NaN or infinite."""
     weights, compute, reduce = (getattr(torch, name) for name in (dtypes.weights, dtypes.compute, dtypes.reduce))
     (n_sequences, seq_len), positions_BT = recorded.tokens_BT.shape, recorded.positions_BT
     options = with_balance_loss(recorded.model, recorded.step.balance_loss)
@@ -274,7 +273,7 @@ def _quantities(recorded: RecordedStep) -> dict[str, float]:
         numbers |= {"experts": recorded.model.moe.n_experts, "top-k": recorded.model.moe.n_experts_per_token}
     norm, max_norm = recorded.step.gradient_norm, recorded.step.max_norm
     if norm is not None and max_norm is not None and norm > max_norm:
-        numbers["gradient norm / max_norm"] = norm / max_norm  # explains gradients written after clipping
+        numbers["gradient norm / max_norm"] = norm / max_norm  # the factor of clipped gradients
     return numbers
 
 

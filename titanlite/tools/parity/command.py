@@ -2,8 +2,7 @@
 
 The model is shrunk so that it fits this machine; the number of ranks, degrees, schedule, microbatches and precision
 options stay. The ranks are processes on this machine's CPUs or, under torchrun, those of the launch: torchrun ... -m
-titanlite parity CONFIG.toml [...]. Exit status: 0 all differences are within rounding; 1 a difference is larger; 2 the
-config or the launch is wrong.
+titanlite parity CONFIG.toml [...]. Exit status: 0 equal within rounding; 1 different; 2 the config or launch is wrong.
 
 With --all, a standard set of layouts is compared: each axis alone and in pairs, activation checkpointing, compiled
 blocks, gradient accumulation, chunked cross-entropy. --own FILE.py:NAME compares own parts (docs/extend.md).

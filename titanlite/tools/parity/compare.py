@@ -10,8 +10,8 @@ from titanlite.tools.parity.reference import Trace, run_reference
 
 FLOAT64_TOLERANCE = 1e-11
 """float64 rounds to 1.1e-16. A layout sums some thousand terms of a gradient in another order, with an error of 1e-13
-of the sum. AdamW divides by the gradient's size, so a step of lr = 1e-2 has at most this error, unless the gradient
-itself is rounding."""
+of the sum. AdamW divides by the gradient's size, so a step of lr = 1e-2 has the same relative error, if the gradient is
+not itself rounding."""
 ROUNDING_FACTOR = 8
 """A layout in lower precision may differ from the reference by this many times the distance between the reference and
 its result in float64. Two roundings of one size differ by twice that size. The rest of the factor is for the largest of
@@ -23,8 +23,7 @@ Numbers = dict[str, float]  # a number for each entry of a trace
 
 def differences(reference: Trace, layout: Trace) -> dict[str, float]:
     """Return the largest absolute difference of each entry of two traces, in the order of computation: the first large
-    difference is where the runs diverge. A difference is infinite where a trace lacks the entry, shapes differ or a
-    value is NaN."""
+    difference is where the runs diverge. The difference is infinite for a missing entry, other shapes and NaN."""
     result = dict.fromkeys(reference | layout, math.inf)
     for name in reference.keys() & layout.keys():
         if reference[name].shape == layout[name].shape:

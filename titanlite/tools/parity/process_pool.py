@@ -22,7 +22,7 @@ from titanlite.tools.parity.training_run import run_layout
 
 
 class RankError(AssertionError):
-    """A call raised on some ranks; the message has their tracebacks."""
+    """A call raised on some ranks; the message contains their tracebacks."""
 
 
 class RankDied(RankError):
@@ -103,11 +103,11 @@ def trace_of_rank_0(config: Config, steps: int) -> Trace | None:
 
 
 def _serve(rank: int, group: dict[str, Any], pipe: Any) -> None:
-    """Run the calls that arrive at this rank, one after the other. `group` has the options of its process group."""
+    """Run the calls that arrive at this rank, one after the other. `group`: options of init_process_group."""
     end_after(multiprocessing.parent_process().join, "main process")
     size = group["world_size"]
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{size}", "LOCAL_WORLD_SIZE": f"{size}"}
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # launch.process_group sets this too
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # launch.process_group sets this variable, too
     faulthandler.enable()  # print where a rank was when it died
     torch.set_num_threads(1)
     dist.init_process_group(rank=rank, **group)

@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
     @property
     def ratio(self) -> float | None:
-        """The factor of theirs to ours, by least squares; None if more than a positive factor separates them."""
+        """The factor of theirs to ours, by least squares; None if the two differ by more than a positive factor."""
         square = self.ours.square().sum().item()
         ratio = (self.theirs * self.ours).sum().item() / square if square else 0.0
         return ratio if ratio > 0 and self.allowed < LARGEST_ALLOWED and self.is_multiple(ratio) else None
@@ -62,7 +62,7 @@ def relative(tensor: Tensor, reference: Tensor) -> float:
 
 def clusters(rows: list[Row]) -> tuple[dict[float, list[Row]], list[Row]]:
     """Return the unequal rows by their ratio, and the unequal rows that no ratio explains. Rows share a ratio if
-    rounding explains the rest; the row with the least rounding gives the ratio."""
+    rounding explains the rest of their differences; the row with the least rounding gives the ratio."""
     shared: dict[float, list[Row]] = {}
     others = []
     for row in sorted((row for row in rows if not row.equal), key=lambda row: row.allowed):

@@ -2,8 +2,8 @@
 
 docs/verify_your_trainer.md lists the folder's files, and RecordedOptions describes step.json. A file of weights or
 gradients has the names and rows of transformers (model.layers.0.self_attn.q_proj.weight), or those of Llama and
-titanlite (layers.0.attention.wq.weight; neighbouring rows of wq and wk are rotated together). Its data type is that of
-the program's weights, or wider. The step is the optimizer's first: its states were zero.
+titanlite (layers.0.attention.wq.weight; neighbouring rows of wq and wk are rotated together). A file's data type is
+that of the program's weights, or wider. The step is the optimizer's first: its states were zero.
 
 Files of other programs are not trusted: no pickle is read, and any mistake in them is a ConfigError of one line.
 """
@@ -36,7 +36,7 @@ Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 
 
 class Dtypes(Record):
-    """Data types of the step, by their names in torch. They decide how large a difference rounding explains."""
+    """Data types of the step, by their names in torch. These types decide how large a difference rounding explains."""
 
     weights: Dtype  # the type of the weights that the optimizer updates
     compute: Dtype  # the type of forward and backward
@@ -70,8 +70,7 @@ class Degrees(Record):
 
 class BalanceLoss(Record):
     """The auxiliary loss that balances experts (arXiv:2101.03961): weight x experts x the sum over experts of the share
-    of tokens that chose the expert times its mean score, where a token's scores sum to 1. RecordedOptions.loss excludes
-    this loss."""
+    of tokens that chose the expert times its mean score; a token's scores sum to 1. step.json's `loss` excludes it."""
 
     weight: Positive
     layers: Literal["apart", "together"]
@@ -109,13 +108,12 @@ class RecordedStep:
 
     @property
     def n_valid(self) -> int:
-        """Number of valid tokens of the global batch."""
         return int((self.targets_BT != IGNORED).sum())
 
 
 def read_step(folder: Path) -> RecordedStep:
-    """Read and check the folder. Raises ConfigError if a file is missing, is damaged, does not fit the model of
-    config.json, or changes while it is read."""
+    """Read and check a recorded step's folder. Raises ConfigError if a file is missing, is damaged, does not fit the
+    model of config.json, or changes while it is read."""
     before = _files(folder)
     step = parse(RecordedOptions, read_json_object(folder / "step.json"), str(folder / "step.json"))
     model = model_of(folder)
@@ -148,7 +146,7 @@ def _files(folder: Path) -> dict[Path, tuple[int, int, int]]:
 
 
 def _read_batch(file: Path, model: Model, most_positions: Any) -> list[Tensor | None]:
-    """Return tokens, targets and document positions, [B, T] each. Raises ConfigError if they do not fit the model."""
+    """Return tokens, targets, document positions: [B, T]. Raises ConfigError if a tensor does not fit the model."""
     known, batch = ("tokens", "targets", "document_positions"), {}
     with open_safetensors(file, "write") as tensors:
         found = set(tensors.keys())
@@ -166,7 +164,7 @@ def _read_batch(file: Path, model: Model, most_positions: Any) -> list[Tensor | 
 
 
 def _read_experts(file: Path, model: Model, shape: torch.Size) -> dict[str, Tensor]:
-    """Return the experts that the program chose, by layer. Raises ConfigError if they do not fit the model."""
+    """Return the experts that the program chose, by layer. Raises ConfigError if a tensor does not fit the model."""
     expected, n = torch.Size((*shape, model.moe.n_experts_per_token)), model.moe.n_experts
     layers = [f"layers.{layer}" for layer in range(model.n_layers) if model.has_experts(layer)]
     with open_safetensors(file, "write") as tensors:
@@ -208,8 +206,8 @@ def _batch_problem(batch: dict[str, Tensor], vocab_size: int, most_positions: An
 def _read_weights(
     place: Path, shapes: dict[str, torch.Size], *, model: Model, narrowest: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return the tensors of a file or a Hugging Face folder by titanlite's names, float64. Raises ConfigError if one is
-    missing, superfluous or wrong."""
+    """Return the tensors of a file or a Hugging Face folder by titanlite's names, float64. Raises ConfigError for a
+    wrong, missing or superfluous tensor."""
     if place.is_dir():
         files = tensor_files(place)
     else:
@@ -242,7 +240,6 @@ def _read_weights(
 
 
 def _check_names(place: Path, found: set[str], expected: set[str], expectation: str) -> None:
-    """Raise ConfigError if a tensor is missing or unknown."""
     unknown = {name for name in found - expected if not NOT_A_WEIGHT.fullmatch(name)}
     for problem, wrong in (("lacks", expected - found), ("has the unknown tensor", unknown)):
         if wrong:
@@ -278,7 +275,7 @@ def _own_tensor(name: str, tensors: list[Tensor], model: Model, *, is_stacked: b
 
 
 def _read_tensors(file: Path, shapes: dict[str, torch.Size], narrowest: torch.dtype) -> dict[str, Tensor]:
-    """Return the tensors of a file in float64. Raises ConfigError unless they have these names and shapes."""
+    """Return the tensors of a file in float64. Raises ConfigError unless names and shapes are those of `shapes`."""
     read = {}
     with open_safetensors(file, "write") as tensors:
         for name in sorted(shapes.keys() - tensors.keys())[:1]:

@@ -1,5 +1,5 @@
 """The single-process reference: plain tensors, the full global batch in one forward, torch's own clipping; no FSDP,
-gradient accumulation or torch.distributed. A layout that agrees with it computes what the model defines."""
+gradient accumulation or torch.distributed. A layout that agrees with the reference computes what the model defines."""
 
 import logging
 from collections.abc import Iterable
@@ -37,9 +37,9 @@ def trace_of(kind: str, tensors: dict[str, Tensor]) -> Trace:
 
 
 class RandomSequences:
-    """Sequences of random tokens, computed from the seed and the global index alone, or own data. The numbers of valid
-    targets differ widely, so that a loss averaged over ranks or gradient accumulation steps instead of tokens differs
-    from the reference. The sequences take turns among three datasets of a mixture."""
+    """Sequences of random tokens, computed from the seed and the global index alone, or those of own.data. The numbers
+    of valid targets differ widely, so that a loss averaged over ranks or gradient accumulation steps instead of tokens
+    differs from the reference. The sequences take turns among three datasets of a mixture."""
 
     names = ("a", "b", "c")
 
@@ -60,7 +60,6 @@ class RandomSequences:
         return Sequence(tokens[:-1], targets, positions_in_documents(ends))
 
     def datasets_of(self, positions: Iterable[int]) -> list[int]:
-        """Return the number of the dataset of each global index, like MixedSequences.datasets_of."""
         return [position % len(self.names) for position in positions]
 
     read = PackedSequences.read

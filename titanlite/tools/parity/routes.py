@@ -30,7 +30,7 @@ class Routes:
         those of the experts that the tokens go to; and the chosen experts, in the order of their numbers."""
 
     def follow(self, model: Llama) -> None:
-        """Make a model's routers take the recorded experts. `sequences`: the batch's rows of the next forward."""
+        """Make a model's routers take the recorded experts. `self.sequences`: rows of the batch in the next forward."""
         for name, router in routers(model).items():
             router.choose = functools.partial(self._choose, name, router.choose)
 
@@ -70,7 +70,6 @@ class Routes:
 
 
 def routers(model: Llama) -> dict[str, Router]:
-    """Return the routers of a model by the names of their layers."""
     found = {f"layers.{layer}": getattr(block.feed_forward, "router", None) for layer, block in model.layers.items()}
     return {name: router for name, router in found.items() if router is not None}
 

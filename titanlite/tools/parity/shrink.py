@@ -11,8 +11,7 @@ from titanlite.config.schema import Mla, Moe
 
 
 def smaller(loaded: LoadedConfig[Config], launch: Launch, dtype: str) -> tuple[Config, list[str]]:
-    """Return the resolved config of a smaller model, and the changed sizes. The vocabulary stays if there is own data,
-    which may need it."""
+    """Return the resolved config of a smaller model, and the changed sizes. Own data keeps the vocabulary size."""
     loaded = loaded if launch.n_devices else adapt_to_cpu(loaded)
     small, changes = shrink(dataclasses.replace(loaded, config=check(loaded, launch)), dtype)
     if loaded.config.own.data:
@@ -96,7 +95,7 @@ def _smaller_options_of_families(config: Config, seq_len: int, head_dim: int) ->
 
 
 def _smaller_latents(mla: Mla, width: int) -> dict[str, Any]:
-    """Return the least sizes of latent attention, as keywords of `Config.replace`. Different sizes stay different."""
+    """Return the least sizes of latent attention, as keywords of `Config.replace`. Unequal head dims stay unequal."""
     return {
         "model__head_dim": 2 * width,
         "model__mla__qk_nope_head_dim": width,
@@ -108,7 +107,7 @@ def _smaller_latents(mla: Mla, width: int) -> dict[str, Any]:
 
 
 def _smaller_experts(moe: Moe, tensor: int) -> dict[str, Any]:
-    """Return the least sizes of experts, as keywords of `Config.replace`. The second layer has experts."""
+    """Return the least sizes of experts, as keywords of `Config.replace`. Layer 2 at the latest has experts."""
     return {
         "model__moe__expert_dim": 12 * max(tensor, 2),
         "model__moe__n_first_dense_layers": min(moe.n_first_dense_layers, 1),
@@ -128,7 +127,7 @@ def _numeric_options(config: Config, dtype: str) -> dict[str, Any]:
         "training__max_norm": 0.1,  # less than the gradient norm, so that gradients are clipped
         "optimizer__muon_dtype": "auto",
         # Where a gradient is only rounding, Adam's first steps have the size of lr, in either direction. In low
-        # precision they must be small beside the weights (0.02), or the runs diverge although the layout is right.
+        # precision steps must be small beside the weights (0.02), or the runs diverge although the layout is right.
         "optimizer__lr": 1e-2 if dtype == "float64" and not (config.float8.enable or config.int8.enable) else 1e-4,
         "lr_scheduler__warmup_steps": 2,
         "lr_scheduler__warmup_ratio": 0.0,

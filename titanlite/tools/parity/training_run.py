@@ -38,7 +38,6 @@ class TrainingRun:
         self.parameters = dict(self.model.named_parameters())
 
     def step(self, batches: list[Batch]) -> None:
-        """Take one optimizer step with the current learning rate."""
         self.update(self.totals(*self.gradients(batches)))
 
     def gradients(self, batches: list[Batch]) -> tuple[Tensor, Tensor]:

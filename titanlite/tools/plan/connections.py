@@ -1,9 +1,8 @@
 """Count the process groups of a rank and gloo's TCP connections in them, from the mesh and gloo's algorithms.
 
 A gloo rank connects to another one when it first sends to it or receives from it (launch/process_group.py). All-gather,
-reduce-scatter and all-reduce connect each rank to its two neighbours in a ring. A barrier and a broadcast connect it to
-the ranks at distances 1, 2, 4 and so on, an all-to-all to all ranks. At a save, rank 0 gathers a record from every
-rank.
+reduce-scatter and all-reduce connect each rank to its two neighbours in a ring. A barrier and a broadcast connect a
+rank to the ranks at distances 1, 2, 4 and so on, an all-to-all to all. At a save, rank 0 gathers records of all ranks.
 """
 
 from titanlite.config import Config

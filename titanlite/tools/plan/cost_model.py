@@ -121,8 +121,7 @@ class CostModel:
         accumulates: bool = False,
     ) -> Cost:
         """Return the cost of segments that run one after the other. `streams`: communication in flight before them;
-        None: the device is idle before the segments and finishes all communication. `forward`, `accumulates`: see
-        Streams.run."""
+        None: the device is idle before the segments and finishes all communication. Streams.run explains the rest."""
         cost, own = Cost(), streams or self.streams()
         begin, idle = own.computed, own.idle
         for events in segments:
@@ -334,9 +333,9 @@ class CostModel:
         return self._estimated_collective_seconds(name, size, len(ranks), nodes)
 
     def _estimated_collective_seconds(self, name: str, size: int, n: int, nodes: int) -> float:
-        """Return the seconds of a collective, as a ring except for a message and an all-to-all. Each of n ranks sends
-        (n - 1) / n of the full tensor, or twice as much in an all-reduce. A ring over several nodes uses one network
-        adapter per rank of a node."""
+        """Return the seconds of a collective, a ring unless it is a message or an all-to-all. Each of n ranks sends
+        (n-1)/n of the full tensor, twice that in an all-reduce. A ring between nodes uses one network adapter per rank
+        of a node."""
         efficiency, doublings = self.efficiency, math.log2(nodes)
         of_reduce = efficiency.interconnect_reduce if name == "all_reduce" else None
         share = self._rate("interconnect", of_reduce or efficiency.interconnect)

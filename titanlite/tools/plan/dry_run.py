@@ -212,9 +212,8 @@ def _update(config: Config, trace: OpTrace, stage: Llama, optimizer: Any, balanc
 
 
 def _create_states(config: Config, optimizer: torch.optim.Optimizer) -> None:
-    """Create the optimizer states by a step with zero gradients. Fake tensors cannot run LowBitAdam's compiled step,
-    and Muon's step has collectives, so both create their states without a step. A weight average (ema) is created,
-    too."""
+    """Create the optimizer states by a step with zero gradients, and the weight average (ema). Fake tensors cannot run
+    LowBitAdam's compiled step, and Muon's step has collectives, so both create states without a step."""
     if _is(optimizer, "Muon"):
         from titanlite.tools.plan import muon_step  # late import: most plans do without Muon
 
@@ -235,8 +234,7 @@ def _create_states(config: Config, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _average(config: Config, optimizer: torch.optim.Optimizer) -> None:
-    """Update the weight average (ema) of an optimizer whose step was not run; a step that runs updates the average
-    itself."""
+    """Update the weight average (ema) after a step that was recorded instead of run: a step that runs updates it."""
     if config.ema.decay:
         from titanlite.techniques import ema  # late import: most plans do without an average
 

@@ -1,6 +1,5 @@
 """The share of a data sheet's rates that programs reach, by architecture, with the spread of published figures, from
-efficiency.toml. The plan uses these shares for a device that was not calibrated. Each row names its source; no row is
-fitted to a run of a trainer.
+efficiency.toml. The plan uses these shares for a device that was not calibrated. Each row names its source.
 
 Rates depend on sizes. A matrix product takes time to start, keeps all multiprocessors busy only in full waves of tiles,
 and writes its result at the end. Attention reaches half of its rate at `half_length` tokens. A collective has a latency

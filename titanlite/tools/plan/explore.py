@@ -101,7 +101,7 @@ def plan_chain(chain: Chain, world_size: int) -> Entries:
         plans, cache, problem = [], {}, f"batch {unfit} does not fit already"
         try:
             plans = [make_plan(x, world_size=world_size, cache=cache) for x in variants.values() if not unfit]
-        except Exception as error:  # a layout that cannot be planned is reported, and the others are still compared
+        except Exception as error:  # report a layout that cannot be planned, and plan the other layouts
             problem = f"{type(error).__name__}: {error}"
         entries |= {key: {"state": "not planned", "lines": [problem]} for key in variants}
         entries |= zip(variants, map(planned, plans), strict=False)

@@ -184,8 +184,7 @@ def thinned(points: Sequence[Point], most: int) -> list[int]:
 
 
 def _name_phases(axes: Axes, points: Sequence[Point]) -> None:
-    """Name each forward, backward and update below the axis, with ticks between them, unless there are over 12
-    phases."""
+    """Name up to 12 phases (each forward, backward and update) below the axis, with ticks between them."""
     phases = [point.label.split(",")[0] for point in points]
     begins = [number for number in range(1, len(points)) if phases[number] != phases[number - 1]]
     if len(begins) > 12:

@@ -115,8 +115,7 @@ def _overlapping(event: Communication, works: list[Work]) -> list[Work]:
 
 class _Life:
     """The history of an allocation: the segment that allocates it (`born`), the one that frees it (-1: none), its
-    number of changes of size, the operators of segment `born` that use and that write it, and the operators of later
-    segments that use it."""
+    number of changes of size, the operators of segment `born` that use and that write it, and its later users."""
 
     def __init__(self, born: int):
         self.born, self.freed, self.changes = born, -1, 0

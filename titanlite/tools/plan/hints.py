@@ -71,8 +71,7 @@ def too_little_memory(plan: Plan) -> str:
 
 
 def memory_to_spare(plan: Plan) -> Iterator[str]:
-    """Yield hints to drop options that save memory, if the plan has room for the most bytes that dropping each may
-    add."""
+    """Yield hints to drop an option that saves memory, if the plan has room for the bytes that the hint may add."""
     config, worst, training, seconds = plan.config, plan.worst, plan.config.training, plan.cost.seconds
     spare, peak = (plan.device.memory - worst.total) / (worst.total / worst.peak.total), worst.peak
     # The memory that the backward of a recomputed block adds includes all of the block's activations.

@@ -53,8 +53,7 @@ class Allocation:
 
     Attributes:
         size, largest: current bytes, and the most bytes so far.
-        maker: the operator that allocated the memory, or the argument of `OpTrace.naming`; BUFFER for a module's
-            buffer.
+        maker: the operator that allocated the memory, or `OpTrace.naming`'s argument; BUFFER for a module's buffer.
         kind: kind of memory (see titanlite/tools/plan/memory_timeline.py); "" until the kind is known.
         shape: shape of the tensor that the memory was allocated for.
     """
@@ -378,8 +377,7 @@ def recording() -> Iterator[OpTrace]:
 
 def fused_norm(trace: OpTrace, local: Callable[[Tensor], list[Tensor]]) -> contextlib.AbstractContextManager[None]:
     """Record each RMSNorm inside the with block as one operator that saves its input, as CUDA and the compiler run it.
-    A CPU runs a dozen operators, whose autograd saves two float32 copies. `local` returns the plain tensors of a
-    tensor on this rank."""
+    A CPU runs a dozen operators, which save two float32 copies. `local` returns a tensor's plain tensors."""
     composite = F.rms_norm
 
     def record(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:

@@ -71,9 +71,8 @@ def make_plan(
     cache: dict[str, list[DryRun]] | None = None,
     **options: bool,
 ) -> Plan:
-    """Plan a run on `world_size` ranks (see `resolve`). `cache`: dry runs of earlier plans; a plan that differs only in
-    the device reuses them. `options`: `fold` and `show_progress` of `_dry_run_stages`. Raises ConfigError as `resolve`
-    does."""
+    """Plan a run; see `resolve` for `world_size`. `cache`: dry runs of earlier plans; a plan that differs only in the
+    device reuses them. `options`: those of `_dry_run_stages`. Raises ConfigError as `resolve` does."""
     config, device, world = resolve(loaded, world_size)
     parallelism, degree = config.parallelism, config.parallelism.pipeline_parallel_degree
     names = stage_modules(config) if degree > 1 else [module_names(config.model.n_layers)]
@@ -162,8 +161,7 @@ def _dry_run_stages(
     config: Config, stages: list[list[str]], ranks: list[int], *, fold: bool = True, show_progress: bool = False
 ) -> list[DryRun]:
     """Return each stage's dry run; stages of one kind share a dry run. A dry run has a process of its own, because
-    torch keeps a world's process groups until the process ends. fold=False runs repeated layers too, to test
-    folding."""
+    torch keeps a world's process groups until the process ends. fold=False runs all layers, to test folding."""
     fused = config.compile.components if config.compile.enable else ()
     config = config_for_dry_run(config)
     kinds, futures = [kind_of_stage(config, names) for names in stages], dict[tuple, Future[DryRun]]()
@@ -183,8 +181,7 @@ def _dry_run_stages(
 
 def kind_of_stage(config: Config, names: list[str]) -> tuple:
     """Return a key that is equal for stages with equal dry runs: modules other than layers, each layer's experts and
-    window, the first layer's place in the pattern of activation checkpointing. Stages of own blocks (own.block) share
-    no key."""
+    window, the first layer's place in the pattern of activation checkpointing. Stages of an own block share no key."""
     layers = layers_of(names)
     if config.own.block:
         return tuple(names)

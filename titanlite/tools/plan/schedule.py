@@ -97,8 +97,7 @@ def simulate(
     sends_block: bool = False,
 ) -> list[list[Span]]:
     """Return when each rank runs each of its actions. `sends_block`: a rank waits until each message that it sent has
-    arrived, as in torch's 1F1B, where a send shares a batch with the next receive. Raises ValueError if the ranks
-    deadlock."""
+    arrived, as in torch's 1F1B, where a send shares a batch with the next receive. Raises ValueError on a deadlock."""
     ready: dict[Result, tuple[float, int]] = {}  # the time at which a result is ready, and the rank that has it
     free, next_group = [0.0] * len(actions), [0] * len(actions)
     spans: list[list[Span]] = [[] for _ in actions]
