@@ -2,8 +2,8 @@
 
 A closed-form estimate of memory drops layouts that do not fit, and the config's rules drop layouts that train.py would
 reject. The remaining layouts are planned (titanlite/tools/plan) a few at a time: the heuristic baseline, FSDP alone,
-then those that recompute least and split the model least. The last round varies the fastest layouts. Every plan
-corrects the memory estimates of similar layouts. Only a layout that was planned is recommended.
+then those that recompute least and split the model least. The last round plans variations of the fastest layouts. Every
+plan corrects the memory estimates of similar layouts. Only a layout that was planned is recommended.
 """
 
 import math
@@ -131,9 +131,10 @@ class Search:
         return chosen
 
     def _priority(self, candidate: Candidate, fitting: list[PlannedLayout]) -> tuple:
-        """Return a candidate's sort key. The heuristic baseline and FSDP alone come first. Last come candidates that
-        split the model more than a layout that fits, without recomputing less. Others are sorted by how much they
-        recompute, then by how much they split: sequence before tensors before layers; then the largest batch is first.
+        """Return a candidate's sort key. The heuristic baseline and FSDP alone come first. Candidates that split the
+        model more than a fitting layout without recomputing less come last. Other candidates are sorted by how much
+        they recompute, then by how much they split: sequence before tensors before layers; then the largest batch is
+        first.
 
         For models with experts, splitting and batch size count before recomputing, because FSDP gathers all experts for
         each batch and a token uses few. Expert parallel within a node comes first, then none, then over several nodes.

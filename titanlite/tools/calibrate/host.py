@@ -30,8 +30,8 @@ TINY = {"dim": 16, "n_layers": 4, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 16, 
 
 def measure_dispatch(timer: Timer, operators: dict[str, list[list[float]]]) -> tuple[float, float]:
     """Return the seconds to dispatch an operator, and the additional seconds of an operator on DTensors, without the
-    operators that it dispatches. Every rank must call it. `operators`: points (bytes, seconds) of measure_operators. On
-    a CPU, operators run on the host, so their own time is subtracted."""
+    operators that it dispatches. Every rank must call this. `operators`: points (bytes, seconds) of measure_operators.
+    On a CPU, operators run on the host, so their own time is subtracted."""
     mesh = init_device_mesh(timer.device.type, (dist.get_world_size(), 1), mesh_dim_names=("ranks", "one"))["one"]
     one = torch.ones(1, device=timer.device)
     collective = timer(lambda: dist.all_reduce(one, group=mesh.get_group()))
@@ -63,14 +63,14 @@ class Eviction:
         self.copies += 1
 
     def after(self, module: nn.Module, inputs: object, output: Any) -> None:
-        """Evict after a module's forward and before its backward."""
+        """Evict the caches after a module's forward and before its backward."""
         self()
         if isinstance(output, torch.Tensor) and output.requires_grad:
             output.register_hook(self)
 
 
 def measure_host_memory(timer: Timer) -> float:
-    """Return the bytes/s that a rank's fused AdamW reads and writes in host memory. Every rank must call it."""
+    """Return the bytes/s that a rank's fused AdamW reads and writes in host memory. Every rank must call this."""
     weight = torch.ones(UPDATED_VALUES, requires_grad=True)
     weight.grad = torch.ones_like(weight)
     optimizer = torch.optim.AdamW([weight], fused=True)
@@ -78,7 +78,7 @@ def measure_host_memory(timer: Timer) -> float:
 
 
 def measure_host_link(timer: Timer) -> float:
-    """Return the bytes/s between pinned host memory and a GPU, in the slower direction. Every rank must call it."""
+    """Return the bytes/s between pinned host memory and a GPU, in the slower direction. Every rank must call this."""
     there = torch.ones(2**26, dtype=torch.uint8, device=timer.device)
     here = torch.ones(2**26, dtype=torch.uint8, pin_memory=True)
     copies = (lambda: there.copy_(here, non_blocking=True), lambda: here.copy_(there, non_blocking=True))
@@ -87,7 +87,7 @@ def measure_host_link(timer: Timer) -> float:
 
 def measure_storage(timer: Timer, folder: Path, ranks_per_node: int) -> float:
     """Return the bytes/s that all ranks of a node write to a folder as they write a checkpoint: with checksums, and
-    synced to the disk. Every rank must call it. Raises OSError if the folder cannot be written."""
+    synced to the disk. Every rank must call this. Raises OSError if the folder cannot be written."""
     tensor, file = torch.rand(STORED_VALUES), folder / f"calibrate-{dist.get_rank()}.tmp"
     slices = {"weight": (tensor, (0,), tuple(tensor.shape))}
     try:

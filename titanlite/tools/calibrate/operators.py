@@ -54,8 +54,8 @@ def _sizes(kind: str, most_flops: float) -> list[tuple[int, ...]]:
 class RandomOperands:
     """Returns random tensors: views of one buffer, which grows to the largest request.
 
-    An operator that is repeated on the same operands finds them in a cache, which is rare in a training step. So an
-    operator takes other operands at each call. Operands are random, since a GPU is faster on zeros (less power).
+    Each call of an operator takes other operands, since repeated operands stay in a cache, which is rare in a training
+    step. Operands are random, since a GPU is faster on zeros (less power).
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
@@ -64,7 +64,7 @@ class RandomOperands:
 
     def turns(self, *shapes: tuple[int, ...], result: int = 0) -> list[list[Tensor]]:
         """Return lists of tensors of these shapes, so many that caches cannot hold them with a result of `result`
-        elements per list, but at most MOST_TURNS lists. So lists of small tensors may fit into a cache."""
+        elements per list, but at most MOST_TURNS lists, so lists of small tensors may fit into a cache."""
         sizes = [math.prod(shape) for shape in shapes]
         size = (sum(sizes) + result) * self.dtype.itemsize
         n = min(math.ceil(UNCACHED[self.device.type] / size), MOST_TURNS)

@@ -2,7 +2,7 @@
 
 Rounding can change the choice between two experts with nearly the same score. The choices of the program are right if
 their scores are as good as the best ones within rounding. Both passes of the comparison use the program's choices, so
-that no such change affects a gradient.
+that no rounded choice changes a gradient.
 
 Shapes: N tokens, E experts, K experts per token.
 """

@@ -22,7 +22,7 @@ def smaller(loaded: LoadedConfig[Config], launch: Launch, dtype: str) -> tuple[C
 
 def shrink(loaded: LoadedConfig[Config], dtype: str) -> tuple[LoadedConfig[Config], list[str]]:
     """Make the model, the sequence and the batch of a resolved config as small as its layout allows, and also return
-    the changed sizes as "section.key old -> new". These stay: degrees, schedule, stages given by name, gradient
+    the changed sizes as "section.key old -> new". The following stay: degrees, schedule, stages given by name, gradient
     accumulation, grouped-query attention, tied embeddings, biases, norms, document mask and optimizer. A sliding window
     stays shorter than the sequence."""
     config, sizes = loaded.config, _smaller_sizes(loaded.config)

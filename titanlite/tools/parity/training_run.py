@@ -62,8 +62,8 @@ class TrainingRun:
 
 
 def run_layout(config: Config, launch: Launch, *, steps: int, checkpointer: Checkpointer | None = None) -> Trace:
-    """Take training steps of a resolved config. Every rank must call it, and gets the full model's trace. With a
-    checkpointer, save after the last step."""
+    """Take training steps of a resolved config. Every rank must call this function, and gets the full model's trace.
+    With a checkpointer, save after the last step."""
     run = TrainingRun(config, device_of(launch), checkpointer)
     last_step, sections = run.last_step + steps, (run.train_step, config.training)
     dataset_losses = DatasetLosses(run.loader.sequences, run.loader, *sections, data_rank=run.layout.data_rank)

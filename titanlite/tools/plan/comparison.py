@@ -18,8 +18,8 @@ LARGEST_METRICS = 2**28  # bytes
 
 
 def read_measurement(file: Path) -> tuple[Sequence[float], int, int, float]:
-    """Return what a metrics.jsonl records: seconds of a step by logged line, tokens of a step, ranks, and rank 0's
-    peak memory in tensors in GiB (on a CPU, that of its process). The first line does not count, since it includes
+    """Return what a metrics.jsonl records: seconds of a step by logged line, tokens of a step, ranks, and rank 0's peak
+    memory in tensors in GiB (on a CPU, that of its process). The first logged line does not count, since it includes
     compilation and warm-up. Raises ConfigError if the file cannot be read or has under two logged steps."""
     try:
         rows = [json.loads(line) for line in read_file(file, LARGEST_METRICS).splitlines()]

@@ -120,8 +120,9 @@ class CostModel:
         forward: bool = False,
         accumulates: bool = False,
     ) -> Cost:
-        """Return the cost of segments that run one after the other. `streams`: communication in flight before them;
-        None: the device is idle before the segments and finishes all communication. Streams.run explains the rest."""
+        """Return the cost of segments that run one after the other. `streams`: communication in flight before the
+        segments; None: the device is idle before them and then finishes all communication. For the rest, see
+        Streams.run."""
         cost, own = Cost(), streams or self.streams()
         begin, idle = own.computed, own.idle
         for events in segments:
@@ -334,8 +335,8 @@ class CostModel:
 
     def _estimated_collective_seconds(self, name: str, size: int, n: int, nodes: int) -> float:
         """Return the seconds of a collective, a ring unless it is a message or an all-to-all. Each of n ranks sends
-        (n-1)/n of the full tensor, twice that in an all-reduce. A ring between nodes uses one network adapter per rank
-        of a node."""
+        (n-1)/n of the full tensor, twice that in an all-reduce. Between nodes, each rank of a node adds a network
+        adapter."""
         efficiency, doublings = self.efficiency, math.log2(nodes)
         of_reduce = efficiency.interconnect_reduce if name == "all_reduce" else None
         share = self._rate("interconnect", of_reduce or efficiency.interconnect)

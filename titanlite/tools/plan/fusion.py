@@ -173,10 +173,10 @@ class _Saved:
 
 def save_less(segments: Sequence[Segment], forward: Collection[int], backward: Collection[int]) -> None:
     """Free in the forward the results that eager autograd saves and a compiled block does not
-    (torch._functorch.partitioners.min_cut_rematerialization_partition). Such results are not read in the backward, or
-    are pointwise and read only by pointwise operators in the backward. The inputs of such a pointwise result exist in
-    the backward anyway, or are smaller and saved instead: bfloat16 logits instead of their float32 log-softmax.
-    `forward`, `backward`: numbers of the compiled segments."""
+    (torch._functorch.partitioners.min_cut_rematerialization_partition). The backward does not read such results, or
+    they are pointwise and only pointwise operators of the backward read them. The inputs of such a pointwise result
+    exist in the backward anyway, or are smaller and saved instead: bfloat16 logits instead of their float32
+    log-softmax. `forward`, `backward`: numbers of the compiled segments."""
     saved = _Saved(segments)
     for allocation, life in saved.lives.items():
         if life.born not in forward or life.freed <= life.born or life.changes != 2:

@@ -1,6 +1,6 @@
 """Record Muon's step in a dry run. Muon assigns the matrices of all layers of a stage to ranks, in rounds, and a dry
-run has only a few layers. So the rounds are computed for the full stage. Each round is recorded as its largest matrix,
-and rounds whose largest matrices have equal shapes share a phase ("muon", number, times)."""
+run has only a few layers. So this module computes the rounds of the full stage. Each round is recorded as its largest
+matrix, and rounds whose largest matrices have equal shapes share a phase ("muon", number, times)."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence

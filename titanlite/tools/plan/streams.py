@@ -5,7 +5,7 @@ The streams and their waits are those of FSDP2 as torch 2.11 to 2.15 runs it:
 
 - Computation overlaps with an all-gather of FSDP, and waits for it before the weights are copied out of its buffer. The
   all-gather begins when the host has issued it and its stream is free; in a forward also after the second-last copy out
-  of a buffer, in a backward after the last copy. So at most two buffers of gathered weights exist.
+  of a buffer, in a backward after the last copy, so that at most two buffers exist.
 - A reduce-scatter of FSDP begins after the backward that made its gradients. The next reduce-scatter copies gradients
   into a buffer only after the previous one has ended. The all-reduce over replicas follows the reduce-scatter.
 - CPU offload copies a shard of weights to the device before its all-gather, on a stream for such copies, and not
@@ -95,7 +95,7 @@ class Streams:
         self._message: tuple[float, bool] | None = None  # message in flight: arrival time, whether attention has begun
 
     def run(self, items: Iterable[Item], *, forward: bool, accumulates: bool = False) -> None:
-        """Run items after the earlier ones. `forward`: the items are of a forward, not of a backward. `accumulates`:
+        """Run items after all earlier items. `forward`: the items are of a forward, not of a backward. `accumulates`:
         gradients are added to those of earlier gradient accumulation steps."""
         for item in items:
             if isinstance(item, Run):
