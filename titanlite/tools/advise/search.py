@@ -132,9 +132,8 @@ class Search:
 
     def _priority(self, candidate: Candidate, fitting: list[PlannedLayout]) -> tuple:
         """Return a candidate's sort key. The heuristic baseline and FSDP alone come first. Candidates that split the
-        model more than a fitting layout without recomputing less come last. Other candidates are sorted by how much
-        they recompute, then by how much they split: sequence before tensors before layers; then the largest batch is
-        first.
+        model more than a fitting layout, and recompute no less, come last. Other candidates are sorted by how much they
+        recompute, then by how much they split: sequence before tensors before layers; then by batch, largest first.
 
         For models with experts, splitting and batch size count before recomputing, because FSDP gathers all experts for
         each batch and a token uses few. Expert parallel within a node comes first, then none, then over several nodes.

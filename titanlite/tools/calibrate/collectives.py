@@ -20,8 +20,7 @@ LEAST_SECONDS = 1e-6  # lower bound of a collective's time, since a difference o
 
 
 def measure_collectives(timer: Timer, ranks_per_node: int) -> list[dict[str, object]]:
-    """Return the points (bytes, seconds) of each collective in each kind of group. Every rank must call this
-    function."""
+    """Return the points (bytes, seconds) of each collective in each kind of group. Every rank must call this."""
     # torch 2.13 renamed two of these collectives, and 2.11 lacks the new names.
     warnings.filterwarnings("ignore", message=".*is deprecated. Please use", category=FutureWarning)
     world, results = dist.get_world_size(), []

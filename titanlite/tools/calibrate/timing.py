@@ -24,8 +24,8 @@ class Timer:
     def __call__(self, call: Callable[[], object]) -> float:
         """Return the seconds of a call: the mean over five groups of calls, without the slowest group, so that frequent
         delays count and rare ones do not. All ranks make equally many calls. All ranks begin a group together, and a
-        group ends with the last rank, as a step waits at a collective for the last rank. Therefore the time includes
-        the effects of shared resources and of unequal speed. The first two calls do not count."""
+        group ends with the last rank, as a step waits at a collective for the last rank. The time thus includes the
+        effects of shared resources and of unequal ranks. The first two calls do not count."""
         call()
         self._wait_for_all()
         begin = time.perf_counter()

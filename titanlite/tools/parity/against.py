@@ -294,8 +294,8 @@ def _other_balance_losses(recorded: RecordedStep, rows: list[Row], quantities: d
 
 
 def _other_losses(recorded: RecordedStep, groups: dict[str, list[Row]], kind: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield each loss that trainers are known to compute instead and that explains the rows of `kind`, in words, with
-    the list of "gradients" and "loss" that it explains."""
+    """Yield the wrong losses that trainers are known to compute and that explain the rows of `kind`: each in words,
+    with the list of "gradients" and "loss" that it explains."""
     valid_BT, degrees, n_sequences = recorded.targets_BT != IGNORED, recorded.step.degrees, len(recorded.targets_BT)
     counts: dict[int, list[str]] = {}
     for name, count in {

@@ -1,4 +1,4 @@
-"""Pools of ranks on this machine. A pool runs many calls: a rank starts in seconds, calls take milliseconds."""
+"""Pools of ranks on this machine. Starting a rank takes seconds, a call milliseconds, so a pool runs many calls."""
 
 import faulthandler
 import multiprocessing

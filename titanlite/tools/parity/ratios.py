@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 LARGEST_ALLOWED = 0.25  # a tensor of which a larger fraction may be rounding has no meaningful ratio to another
-COARSE = 0.5  # relative distance of half a tensor from the tensor; a zero or a double tensor is farther from it
+COARSE = 0.5  # relative distance of a tensor with half the right values; zeros and doubled values are farther
 SMALL_FACTOR = 1.01  # a smaller factor is shown as a difference, unless a quantity has its value
 
 

@@ -74,8 +74,7 @@ def token_losses(
     loss: TokenLoss | None = None,
 ) -> Tensor:
     """Return the loss of each token, [B, T] in nats, and 0 where the target is IGNORED. All weights except those of
-    routers are cast to `compute_dtype`. `masked`: document positions and Documents, if the config has a document
-    mask."""
+    routers are cast to `compute_dtype`. `masked`: document positions and Documents under a document mask."""
     weights = {
         name: parameter if ".router." in name else parameter.to(compute_dtype)
         for name, parameter in model.named_parameters()

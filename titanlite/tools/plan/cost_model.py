@@ -62,7 +62,7 @@ class _Items:
     device: float = 0.0
     host: float = 0.0
     both: float = 0.0
-    in_flight: set[Hashable] = dataclasses.field(default_factory=set)  # outputs of collectives that no work has read
+    in_flight: set[Hashable] = dataclasses.field(default_factory=set)  # unread allocations that collectives write
     copied: set[int] = dataclasses.field(default_factory=set)  # ids of weights that CPU offload has copied
     copying: float = 0.0  # seconds of CPU offload's copies before the next all-gather
 
@@ -121,8 +121,7 @@ class CostModel:
         accumulates: bool = False,
     ) -> Cost:
         """Return the cost of segments that run one after the other. `streams`: communication in flight before the
-        segments; None: the device is idle before them and then finishes all communication. For the rest, see
-        Streams.run."""
+        segments; None: the device is idle before them and finishes all communication after. See Streams.run."""
         cost, own = Cost(), streams or self.streams()
         begin, idle = own.computed, own.idle
         for events in segments:
@@ -334,9 +333,9 @@ class CostModel:
         return self._estimated_collective_seconds(name, size, len(ranks), nodes)
 
     def _estimated_collective_seconds(self, name: str, size: int, n: int, nodes: int) -> float:
-        """Return the seconds of a collective, a ring unless it is a message or an all-to-all. Each of n ranks sends
-        (n-1)/n of the full tensor, twice that in an all-reduce. Between nodes, each rank of a node adds a network
-        adapter."""
+        """Return the seconds of a collective, which is a ring except for all-to-all and messages. Each of n ranks sends
+        (n-1)/n of the full tensor, twice that in an all-reduce. Between nodes, a node has a network adapter per
+        rank."""
         efficiency, doublings = self.efficiency, math.log2(nodes)
         of_reduce = efficiency.interconnect_reduce if name == "all_reduce" else None
         share = self._rate("interconnect", of_reduce or efficiency.interconnect)

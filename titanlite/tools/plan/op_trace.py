@@ -326,7 +326,7 @@ def _flops(
         causal = next((arg for arg in reversed(args) if isinstance(arg, bool)), False)  # the last bool is is_causal
         flops = products * 2 * q.shape[0] * q.shape[1] * math.prod(sizes) // (2 if causal else 1)
         return flops, _rate_dtype(q), sizes
-    if name == "record_largest_logits":  # products of own queries with keys of all context ranks; causal: half
+    if name == "record_largest_logits":  # this rank's queries x keys of all context ranks; causal: half
         q, length = inputs[1], inputs[2].shape[1] * tiled_attention._size(args[5]) * tiled_attention._size(args[6])
         sizes = q.shape[0] * q.shape[2], q.shape[1], length, q.shape[3]
         return math.prod(sizes), _rate_dtype(q), sizes
