@@ -9,9 +9,9 @@ from titanlite.config import Config
 from titanlite.tools.parity.reference import Trace, run_reference
 
 FLOAT64_TOLERANCE = 1e-11
-"""float64 rounds to 1.1e-16. A layout sums some thousand terms of a gradient in another order, with an error of 1e-13
-of the sum. AdamW divides by the gradient's size, so its step has the same relative error, unless the gradient is all
-rounding."""
+"""float64 rounds to 1.1e-16. A layout sums some thousand terms of a gradient in another order, with a relative error of
+1e-13. AdamW divides by the gradient's size, so a step of lr = 1e-2 has the same relative error, unless a gradient is
+all rounding."""
 ROUNDING_FACTOR = 8
 """A layout in lower precision may differ from the reference by this many times the distance between the reference and
 its result in float64. Two roundings of one size differ by twice that size. The rest of the factor 8 is for the largest

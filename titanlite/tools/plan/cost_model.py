@@ -334,8 +334,7 @@ class CostModel:
 
     def _estimated_collective_seconds(self, name: str, size: int, n: int, nodes: int) -> float:
         """Return the seconds of a collective, which is a ring except for all-to-all and messages. Each of n ranks sends
-        (n-1)/n of the full tensor, twice that in an all-reduce. Between nodes, a node has a network adapter per
-        rank."""
+        (n-1)/n of the full tensor, twice that in an all-reduce. A node has a network adapter per rank."""
         efficiency, doublings = self.efficiency, math.log2(nodes)
         of_reduce = efficiency.interconnect_reduce if name == "all_reduce" else None
         share = self._rate("interconnect", of_reduce or efficiency.interconnect)

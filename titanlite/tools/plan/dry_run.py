@@ -47,8 +47,8 @@ SPLIT = 3  # number of the microbatch whose backward is split into input and wei
 class DryRun(NamedTuple):
     """The result of a stage's dry run.
 
-    phases: (Pass.FORWARD, n) and (Pass.BACKWARD, n) are the first (n = 0), a middle (1) and the last (2) microbatch; n
-    = SPLIT has a split backward, whose WEIGHT_GRADIENT lacks the folded layers. Other phases are ("reduce",),
+    phases: (Pass.FORWARD, n) and (Pass.BACKWARD, n) are the first (n = 0), a middle (1) and the last (2) microbatch. A
+    split backward has n = SPLIT, and its WEIGHT_GRADIENT lacks the folded layers. Other phases are ("reduce",),
     ("update",), and ("muon", number, times), which a step runs `times` times.
 
     scale: the stage's weights over the weights of the layers that were run. The phases "reduce" and "update", which

@@ -47,8 +47,7 @@ class FoldedStage(NamedTuple):
 def fold_layers(names: Sequence[str], period: int, n_first: int = 0) -> FoldedStage:
     """Fold the repeated layers of a stage whose pattern repeats after `period` layers. All layers except the first two
     and the last two do the same for their neighbours: FSDP all-gathers the next layer's weights and frees those of the
-    previous layer. The first `n_first` layers of the model are of another kind; only the kind with more layers is
-    folded."""
+    previous layer. The first `n_first` layers of the model are of another kind; the kind with more layers is folded."""
     layers = layers_of(names)
     numbers = [int(name.split(".")[1]) for name in layers]
     first = sum(number < n_first for number in numbers)

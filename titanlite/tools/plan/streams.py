@@ -10,8 +10,7 @@ The streams and their waits are those of FSDP2 as torch 2.11 to 2.15 runs it:
   into a buffer only after the previous one has ended. The all-reduce over replicas follows the reduce-scatter.
 - CPU offload copies a shard of weights to the device before its all-gather, on a stream for such copies, and not
   earlier than the all-gather could begin. CPU offload copies a shard of gradients to the host on the reduce-scatter's
-  stream. From the second gradient accumulation step on, the host waits for the copied shard and adds it to the earlier
-  gradient.
+  stream. From the second gradient accumulation step on, the host waits for the copy and adds it to earlier gradients.
 - A message of ring attention is sent beside one attention, and the next attention waits for it.
 - An all-to-all of expert parallel begins after the computation before it. The first operator that reads the result
   waits for the all-to-all.
