@@ -68,7 +68,7 @@ def _share_with_experts(model: Model) -> float:
 
 
 def _expert_values(task: Task, mesh: Mesh) -> float:
-    """Return how many 2-byte activations a token has in a layer of experts. Selective AC saves none of these values."""
+    """Return how many 2-byte activations a token has in a layer of experts. Selective AC saves no such activations."""
     model, moe = task.model, task.model.moe
     if not moe.n_experts:
         return 0.0

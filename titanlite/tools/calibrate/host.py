@@ -1,6 +1,7 @@
 """Measure how long the host takes to dispatch operators: forward and backward of a model so small that the operators
 themselves take almost no time, of plain tensors and of DTensors. In a training step on a CPU, large operators evict the
-dispatch's code and data from the caches. So a copy runs between the modules, and its time is subtracted."""
+dispatch's code and data from the caches. So a copy runs between the modules, and its time is subtracted. Every rank
+must call each measuring function."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,8 +31,8 @@ TINY = {"dim": 16, "n_layers": 4, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 16, 
 
 def measure_dispatch(timer: Timer, operators: dict[str, list[list[float]]]) -> tuple[float, float]:
     """Return the seconds to dispatch an operator, and the additional seconds of an operator on DTensors, without the
-    operators that it dispatches. Every rank must call this. `operators`: points (bytes, seconds) of measure_operators.
-    On a CPU, operators run on the host, so their own time is subtracted."""
+    operators that it dispatches. `operators`: points (bytes, seconds) of measure_operators. On a CPU, operators run on
+    the host, so their own time is subtracted."""
     mesh = init_device_mesh(timer.device.type, (dist.get_world_size(), 1), mesh_dim_names=("ranks", "one"))["one"]
     one = torch.ones(1, device=timer.device)
     collective = timer(lambda: dist.all_reduce(one, group=mesh.get_group()))
@@ -70,7 +71,7 @@ class Eviction:
 
 
 def measure_host_memory(timer: Timer) -> float:
-    """Return the bytes/s that a rank's fused AdamW reads and writes in host memory. Every rank must call this."""
+    """Return the bytes/s that a rank's fused AdamW reads and writes in host memory."""
     weight = torch.ones(UPDATED_VALUES, requires_grad=True)
     weight.grad = torch.ones_like(weight)
     optimizer = torch.optim.AdamW([weight], fused=True)
@@ -78,7 +79,7 @@ def measure_host_memory(timer: Timer) -> float:
 
 
 def measure_host_link(timer: Timer) -> float:
-    """Return the bytes/s between pinned host memory and a GPU, in the slower direction. Every rank must call this."""
+    """Return the bytes/s between pinned host memory and a GPU, in the slower direction."""
     there = torch.ones(2**26, dtype=torch.uint8, device=timer.device)
     here = torch.ones(2**26, dtype=torch.uint8, pin_memory=True)
     copies = (lambda: there.copy_(here, non_blocking=True), lambda: here.copy_(there, non_blocking=True))
@@ -87,7 +88,7 @@ def measure_host_link(timer: Timer) -> float:
 
 def measure_storage(timer: Timer, folder: Path, ranks_per_node: int) -> float:
     """Return the bytes/s that all ranks of a node write to a folder as they write a checkpoint: with checksums, and
-    synced to the disk. Every rank must call this. Raises OSError if the folder cannot be written."""
+    synced to the disk. Raises OSError if the folder cannot be written."""
     tensor, file = torch.rand(STORED_VALUES), folder / f"calibrate-{dist.get_rank()}.tmp"
     slices = {"weight": (tensor, (0,), tuple(tensor.shape))}
     try:

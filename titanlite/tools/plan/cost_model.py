@@ -254,7 +254,7 @@ class CostModel:
         return n_bytes / (self.device.host_memory_bandwidth * self._reached("offload", ANY.host_memory))
 
     def _reached(self, group: str, share: Share) -> float:
-        """Return the share of a CPU rate that programs reach, or 1: a calibrated device's rate includes the share."""
+        """Return the share of a rate of the host that programs reach, or 1: a calibrated rate includes the share."""
         return 1 / self._measured(group, 1.0) if self.device.measured else self._rate(group, share)
 
     def _axis(self, group: str) -> tuple[str, list[int]]:

@@ -329,8 +329,8 @@ def _batch(config: Config, n_sequences: int) -> Batch:
 
 
 def _run_accumulation_steps(config: Config, trace: OpTrace, model: Llama) -> None:
-    """Run the first, a middle and the last accumulation step like TrainStep.forward_backward, which itself reads the
-    number of valid tokens, and fake tensors have no values."""
+    """Run the first, a middle and the last accumulation step like TrainStep.forward_backward, which fake tensors cannot
+    run, since it reads the number of valid tokens."""
     runner, valid = SingleStageRunner(model), torch.ones((), dtype=torch.float64)
     numbers = dry_run_accumulation_steps(config.gradient_accumulation_steps)
     for accumulation_step in numbers:
