@@ -1,10 +1,9 @@
 """The share of a data sheet's rates that programs reach, by architecture, with the spread of published figures, from
-efficiency.toml. The plan uses it for a device that was not calibrated. Each row has its source; none is fitted to a run
-of a trainer.
+efficiency.toml. The plan uses these shares for a device that was not calibrated. Each row names its source.
 
 Rates depend on sizes. A matrix product takes time to start, keeps all multiprocessors busy only in full waves of tiles,
-and writes its result at the end. Attention reaches half of its rate at some length. A collective has a latency and a
-bandwidth; over several nodes the bandwidth falls with their number.
+and writes its result at the end. Attention reaches half of its rate at `half_length` tokens. A collective has a latency
+and a bandwidth, which falls with the number of nodes.
 """
 
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ class Share(NamedTuple):
 
 
 class Efficiency(pydantic.BaseModel):
-    """The shares that an architecture reaches. efficiency.toml says what each is."""
+    """The shares that an architecture reaches; efficiency.toml describes each field."""
 
     multiprocessors: int
     matmul: Share
@@ -44,8 +43,6 @@ class Efficiency(pydantic.BaseModel):
 
 
 _TABLES = read_toml(str(Path(__file__).with_name("efficiency.toml")))
-ANY = SimpleNamespace(**{key: Share(*row) for key, row in _TABLES.pop("any").items()})
-"""The shares and seconds of any architecture."""
+ANY = SimpleNamespace(**{key: Share(*row) for key, row in _TABLES.pop("any").items()})  # valid for any architecture
 EFFICIENCY = {name: Efficiency(**rows) for name, rows in _TABLES.items()}
-TILE = 128
-"""Rows, and columns, of a tile of a matrix product's result."""
+TILE = 128  # rows and columns of a tile of a matrix product's result
