@@ -1,7 +1,7 @@
 """A lock on a folder, for one process of all nodes that share the folder: a file that names the lock's holder.
 
-On the holder's own node, the process table tells whether the holder is alive. On other nodes, only its heartbeat tells:
-a counter in the lock file. A waiting process compares counters, not clocks, which differ between nodes.
+On the holder's own node, the process table tells whether the holder is alive. On other nodes, only a heartbeat tells: a
+counter in the lock file. A waiting process compares counters, not clocks, which differ between nodes.
 """
 
 import contextlib

@@ -108,7 +108,7 @@ _ending = threading.RLock()
 
 
 def begin_to_end() -> None:
-    """Let one thread at a time end the process. For other threads, this call never returns."""
+    """Let one thread at a time end the process; begin_to_end never returns in other threads."""
     if not _ending.acquire(blocking=False):
         threading.Event().wait()
 
