@@ -61,7 +61,7 @@ def model_card(path: Path, name: str, config: dict[str, Any], source: Path | Non
     run, (step, _) = path.resolve().parents[1], state_of(path)
     training = config["training"] if isinstance(config.get("training"), dict) else {}
     head: dict[str, Any] = {"library_name": "transformers", "tags": ["titanlite"]}
-    base, license_name, losses = "none, initial weights were random", "", dict[str, str]()
+    base, license_name = "none, initial weights were random", ""
     if source:
         base = head["base_model"] = (
             read_json_object(source / "config.json").get("_name_or_path") or source.resolve().name
@@ -73,18 +73,23 @@ def model_card(path: Path, name: str, config: dict[str, Any], source: Path | Non
     lora = config["lora"] if isinstance(config.get("lora"), dict) else {}
     if lora.get("rank"):
         base += f", with adapters (LoRA, rank {lora['rank']}, alpha {lora.get('alpha')}) merged"
-    metrics = run / "metrics.jsonl"
-    for row in map(row_of, io.BytesIO(read_file(metrics, LARGEST_FILE)) if metrics.is_file() else ()):
-        for what in ("loss", "validation") if row and row["step"] <= step else ():
-            if type(value := row.get(f"{what}_metrics/global_avg_loss")) is float:
-                losses[what] = f"- {what}: {value:.4f} nats per token, at step {row['step']:,}\n"
     datasets = training.get("datasets") if isinstance(training.get("datasets"), list) else []
     names = [str(each.get("name")) for each in datasets if isinstance(each, dict)]
     return CARD.format(
         head="\n".join(f"{key}: {json.dumps(value)}" for key, value in head.items()),
-        **{"name": name, "version": __version__, "steps": step, "base": base, "losses": "".join(losses.values())},
+        **{"name": name, "version": __version__, "steps": step, "base": base, "losses": _losses(run, step)},
         average=" The weights are their average (EMA); the losses are those of the weights themselves." * ema,
         data=", ".join(names) or training.get("dataset_path") or training.get("dataset", "data that is not known"),
         license=license_name if license_name != "other" else "not stated there; look it up before you publish",
         config=(run / "config.toml").read_text(encoding="utf-8") if config else "",
     ).encode()
+
+
+def _losses(run: Path, step: int) -> str:
+    """Return a line with the last loss up to a step, in training and in validation, for each that a run has logged."""
+    metrics, losses = run / "metrics.jsonl", dict[str, str]()
+    for row in map(row_of, io.BytesIO(read_file(metrics, LARGEST_FILE)) if metrics.is_file() else ()):
+        for what in ("loss", "validation") if row and row["step"] <= step else ():
+            if type(value := row.get(f"{what}_metrics/global_avg_loss")) is float:
+                losses[what] = f"- {what}: {value:.4f} nats per token, at step {row['step']:,}\n"
+    return "".join(losses.values())
