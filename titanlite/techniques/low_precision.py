@@ -8,7 +8,8 @@ outside the products keep their dtypes.
 - INT8 (SwitchBack, arXiv:2304.13013, but in all three products): each row of the left operand and each column of the
   right operand has a scale. Sums are int32, and exact.
 
-This file multiplies local shards, because DTensor does not support torchao's own MXFP8 and INT8 layers.
+This file multiplies local shards, because torchao's own layers do not work with DTensor: it hides the weight wrapper of
+torchao's MXFP8 from the products, and it has no sharding strategy for aten._int_mm.
 """
 
 from collections.abc import Callable
