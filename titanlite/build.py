@@ -92,7 +92,7 @@ def build_stage(config: Config, layout: Layout, modules: Collection[str] | None,
 
         stage.adapters = Adapters(stage, config.lora, full_model)
     if config.float8.enable or config.int8.enable:
-        from titanlite.techniques.low_precision import convert_linear_layers  # here: few runs use float8 or int8
+        from titanlite.techniques.low_precision import convert_linear_layers  # imported here: few runs use it
 
         settings = {"model": full_model, "tensor_parallel_degree": parallelism.tensor_parallel_degree, "device": device}
         convert_linear_layers(stage, config.float8, config.int8, **settings)

@@ -107,7 +107,7 @@ class Checkpointer(NoCheckpoints):
         if not (saved := self.resume(self.run.model, self.run.optimizer)):
             return super().begin(options, seed)
         if "lora.rank" in self.identity:
-            self.load_initial(options)  # the frozen base weights, which a checkpoint of LoRA adapters lacks
+            self.load_initial(options)  # load the frozen base weights, which a checkpoint of LoRA adapters lacks
         self._last_step = saved["step"]
         log_rank0(f"weights    resumed after step {self._last_step} of {self.run.steps} from {self.folder}")
         if saved["config"] and saved["config"] != self.config:
@@ -120,7 +120,7 @@ class Checkpointer(NoCheckpoints):
         """Load the newest checkpoint into model and optimizer, and random states if there are as many ranks as at the
         save. Return the `state` that `save` got, with `step`; None without a checkpoint. Raises ConfigError if
         load_step is not the newest step, the identity differs, or it (on_corrupt = "previous": all) is damaged."""
-        names = self._from_rank0(self._names.to_resume)  # on a network disk, ranks may see different names
+        names = self._from_rank0(self._names.to_resume)  # on a network disk, ranks may see different checkpoints
         steps = [state_of(Path(name))[0] for name in names]
         if self.checkpoint.load_step not in (-1, *steps[-1:]):
             problem = f"checkpoint.load_step = {self.checkpoint.load_step}: expected the newest step in {self.folder}, "
@@ -133,7 +133,7 @@ class Checkpointer(NoCheckpoints):
             path = self.folder / names[-1]
             state, problems = load_checkpoint(path, model, optimizer, self)
             if not problems:
-                for bad, problem in damaged if dist.get_rank() == 0 else []:  # renamed: no later start reads them
+                for bad, problem in damaged if dist.get_rank() == 0 else []:  # later starts ignore renamed checkpoints
                     print(f"{problem}; renamed to {self._names.set_aside(bad, DAMAGED)}", flush=True)
                 paths = [Path(name) for name in names if name.endswith(UNCONFIRMED)]
                 self.unconfirmed = [state_of(path)[0] for path in paths]
@@ -266,7 +266,7 @@ class Checkpointer(NoCheckpoints):
             step = self._saving[0] if self._saving else 0
             try:
                 self.finish()
-            except Exception as error:  # print one line, since the body's error is raised below
+            except Exception as error:  # print one line: `raise` below raises the body's error
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 print(f"checkpoint step-{step} was not finished: {reason}", file=sys.stderr, flush=True)
             raise

@@ -62,7 +62,7 @@ class NoCheckpoints:
 
     def load_initial(self, options: Model) -> None:
         if self.checkpoint.initial_load_path != SEEDED:
-            from titanlite.checkpoint.loading import load_weights  # imported here: few runs need it
+            from titanlite.checkpoint.loading import load_weights  # imported here: few runs load weights
 
             load_weights(Path(self.checkpoint.initial_load_path), self.run.model, options)
 

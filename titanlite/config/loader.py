@@ -408,7 +408,7 @@ def show(value: Any) -> str:
         return value.isoformat()
     try:
         return printable(json.dumps(value, ensure_ascii=False, default=str))
-    except ValueError:  # Python converts integers of at most 4300 digits to text
+    except ValueError:  # Python converts no integer of more than 4300 digits to text
         return "a number of more than 4300 digits"
 
 

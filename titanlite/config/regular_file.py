@@ -18,7 +18,7 @@ def open_own(path: str, flags: int, mode: int = 0o666) -> int:
 
 
 def _open(path: Path | str, flags: int, mode: int = 0o666) -> int:
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)  # O_NONBLOCK: return at once at a pipe
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)  # O_NONBLOCK: do not wait at a pipe
     kind = os.fstat(descriptor).st_mode
     if stat.S_ISREG(kind):
         return descriptor

@@ -116,7 +116,7 @@ class FolderLock:
                 found = _read(self.path)
                 if found is not None and _token(found) != self.token and self._is_dead(found):
                     self._withdraw(found)
-            for left in self.folder.glob(f"{self.path.name}.*"):  # left by processes that died in _withdraw
+            for left in self.folder.glob(f"{self.path.name}.*"):  # processes that died in _withdraw left them
                 left.unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError([f"{self.purpose}: cannot be written: {error.strerror}"]) from None
@@ -130,7 +130,7 @@ class FolderLock:
             self._released.set()
             self._thread.join()
             self._thread = None
-            with contextlib.suppress(OSError, ConfigError):  # a lock that stays counts as a dead process's
+            with contextlib.suppress(OSError, ConfigError):  # others take over a lock without a heartbeat
                 found = _read(self.path)
                 if _token(found) == self.token:
                     self._withdraw(found)

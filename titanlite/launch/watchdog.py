@@ -94,10 +94,10 @@ class Watchdog(OneRank):
             process.with_deadline(self._dump_stacks)
             hanging = record["hanging"]
             if hanging.get("silent") and hanging["machine"] == self.machine and hanging["rank"] != self.launch.rank:
-                send([hanging["process"]], signal.SIGKILL)  # a rank that SIGSTOP stopped cannot end by itself
+                send([hanging["process"]], signal.SIGKILL)  # a rank that is stopped by SIGSTOP cannot end by itself
         process.clean_up()
         if record["message"]:
-            if speaks and self.launch.local_world_size > 1:  # this rank's message must be the last line
+            if speaks and self.launch.local_world_size > 1:  # print this rank's message last, after other ranks' lines
                 wait_for_end({*children(os.getppid())} - {os.getpid()}, RECORD_SECONDS)
             process.print_to_console(record["message"], hidden=not speaks)
         process.exit_process(record["status"])

@@ -115,7 +115,7 @@ class PipelineRunner:
         outputs: dict[int, Tensor] = {}  # stage outputs of the previous tick, by the number of the next stage
         for tick in range(len(microbatches) + n_stages - 1):
             due = [number for number in self.stages if 0 <= tick - number < len(microbatches)]
-            inputs = {number: outputs.pop(number) for number in due if number in outputs}  # this rank is the sender
+            inputs = {number: outputs.pop(number) for number in due if number in outputs}  # sent by this rank itself
             received = [number for number in due if number and number not in inputs]
             inputs |= {n: torch.empty(self.hidden_shape, dtype=self.dtype, device=self.device) for n in received}
             messages = [(dist.isend, outputs[number], self._rank_of[number]) for number in outputs]

@@ -38,7 +38,7 @@ class Slot:
 class OffloadedAdam(torch.optim.Optimizer):
     """Adam or AdamW with optimizer states in host memory, which have the type and placements of their weight."""
 
-    _step_supports_amp_scaling = True  # see optimizer.clipped_step
+    _step_supports_amp_scaling = True  # `step` reads grad_scale and found_inf
 
     def __init__(self, groups: Iterable[dict[str, Any]], optimizer: Optimizer):
         betas = optimizer.beta1, optimizer.beta2

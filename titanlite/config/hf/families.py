@@ -110,7 +110,7 @@ def _routes_as_glm(model: Section) -> bool:
 
 
 FITS: dict[str, Callable[[Section], bool]] = {
-    "llama": lambda model: model.dim % model.n_heads == 0,  # transformers checks this for Llama, not for Mistral
+    "llama": lambda model: model.dim % model.n_heads == 0,  # transformers requires it for Llama, not for Mistral
     "mixtral": _routes,
     "qwen3_moe": lambda model: _routes(model, in_every_layer=False, normalizes=False),
     "olmoe": lambda model: _routes(model, normalizes=False) and _heads_are_as_wide(model),
