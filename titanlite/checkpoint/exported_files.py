@@ -47,7 +47,7 @@ def tokenizer_files(tokenizer: Tokenizer, max_seq_len: int) -> dict[str, bytes]:
     config = {"tokenizer_class": tokenizer.call(class_of), "model_max_length": max_seq_len}
     config |= read_json_object(file.parent / name) if name in files else {}
     files[name] = json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
-    return {**files, "tokenizer.json": read_file(file, LARGEST_FILE)}  # hf_assets_path may be a file of another name
+    return {**files, "tokenizer.json": read_file(file, LARGEST_FILE)}  # `file` may have another name than the export's
 
 
 def class_of(tokenizer: Tokenizer) -> str:

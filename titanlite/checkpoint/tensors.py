@@ -79,7 +79,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return the optimizer states, named "optimizer." and DCP's flat name; before the first step, create the states.
     Learning rates and betas are left out: a resumed run takes them from its config."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict  # takes 0.5 s
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict  # import takes 0.5 s
 
     state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
     return {f"optimizer.{name}": value for name, value in state.items() if name.startswith("state.")}

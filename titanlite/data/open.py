@@ -109,7 +109,7 @@ def _pack(cache: TokenCache, tokenizer: Tokenizer, training: Training, *, seed: 
     """Return the packed sequences of a cache's training split, and the identity of the packing alone."""
     if training.packing == "concatenate":
         return PackedSequences(cache.tokens("train"), tokenizer, training, seed=seed), ""
-    from titanlite.techniques.data.best_fit import BestFitSequences, open_best_fit  # few runs need it
+    from titanlite.techniques.data.best_fit import BestFitSequences, open_best_fit  # imported here: few runs use it
 
     packing = open_best_fit(cache, "train", training, builds_cache=cache.is_builder)
     return BestFitSequences(packing, training, seed=seed), f"/best fit {packing.identity}"

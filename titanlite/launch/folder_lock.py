@@ -39,7 +39,7 @@ class FolderInUse(ConfigError):
 class Holder(Record):
     """The content of a lock file: a process, and when it locked the folder."""
 
-    beat: Annotated[str, Field(pattern=r"^[0-9]{12}$")]  # the first key, so that its bytes have a fixed place
+    beat: Annotated[str, Field(pattern=r"^[0-9]{12}$")]  # the first key, so that `beat` has a fixed place in the file
     node: Name
     machine: Name
     """Name of a kernel since its start, and of a process table, within which process IDs can be compared."""

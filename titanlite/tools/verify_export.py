@@ -109,7 +109,7 @@ def load_hf(folder: Path, *, has_experts: bool) -> Any:
 
     try:
         choices = {"dtype": torch.float64, "attn_implementation": "eager", "output_loading_info": True}
-        choices |= {"experts_implementation": "eager"} if has_experts else {}  # grouped products lack float64
+        choices |= {"experts_implementation": "eager"} if has_experts else {}  # torch's grouped products lack float64
         model, info = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **choices)
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError([f"{folder}: transformers cannot load it: {' '.join(str(error).split())[:300]}"]) from None

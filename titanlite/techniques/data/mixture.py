@@ -230,7 +230,7 @@ class MixedSequences:
         end = MIXTURE_BLOCK  # index in the block from which all datasets are used up; shuffling does not cross `end`
         while len(chosen) < MIXTURE_BLOCK:
             chosen += self._choose(counts, phase, MIXTURE_BLOCK - len(chosen))
-            if counts[chosen[-1]] == self.components[chosen[-1]].limit:  # the dataset is used up
+            if counts[chosen[-1]] == self.components[chosen[-1]].limit:  # the chosen dataset is used up
                 phase = tuple(counts)
                 end = end if self._active(counts) else len(chosen)
         after = MixtureBlock(block.first + MIXTURE_BLOCK, tuple(counts), phase)

@@ -106,7 +106,7 @@ class Replicas(OneGroup):
         import torchft
 
         logging.getLogger("torchft").setLevel(logging.CRITICAL)
-        warnings.filterwarnings("ignore", module="torch.distributed._serialization")  # its warnings are harmless
+        warnings.filterwarnings("ignore", module="torch.distributed._serialization")  # torch warns of read-only bytes
         self._groups = (torchft.ProcessGroupNCCL if self.device.type == "cuda" else torchft.ProcessGroupGloo)(
             timedelta(milliseconds=section.process_group_timeout_ms)
         )
@@ -159,7 +159,7 @@ class Replicas(OneGroup):
         before the step. Raises TrainingError if the group was asked to stop while it waited for other groups."""
         while self.manager.current_step() < last:
             self._join()
-            if self.manager.current_step() < last:  # `_join` may have copied another group's state after `last`
+            if self.manager.current_step() < last:  # `_join` may have copied the state of `last` from another group
                 yield self.manager.current_step() + 1
 
     def _join(self) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 GROUPS = 5
-MOST_CALLS = 1000  # most calls of a group
+MOST_CALLS = 1000  # largest number of calls that are timed as one group
 
 
 class Timer:

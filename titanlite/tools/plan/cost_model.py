@@ -31,7 +31,7 @@ class Cost:
     flops: Counter = dataclasses.field(default_factory=Counter)  # FLOPs by dtype
     communication: dict[tuple[str, str], tuple[int, int]] = dataclasses.field(default_factory=dict)
     host_waits: float = 0  # how often the host waits for the device
-    elapsed: float = 0.0  # seconds that pass, with overlap
+    elapsed: float = 0.0  # elapsed seconds; overlapped work counts once
 
     def count(self, axis: str, name: str, size: int, seconds: float) -> None:
         """Add a collective, or a copy, of `size` bytes."""
@@ -103,7 +103,7 @@ class CostModel:
         self.device, self.axes, self.devices_per_node = device, axes, devices_per_node
         self.changed, self.faster, self.cudnn = changed, faster, cudnn
         self.efficiency = EFFICIENCY[device.architecture if device.kind == "gpu" else "cpu"]
-        self._items: dict[int, tuple[Cost, list[Item], list[Event]]] = {}  # ids stay unique because the events are kept
+        self._items: dict[int, tuple[Cost, list[Item], list[Event]]] = {}  # key: id of the kept list of events
 
     def streams(self) -> Streams:
         """Return the streams of an idle device."""
@@ -287,7 +287,7 @@ class CostModel:
 
     def work_seconds(self, work: Work) -> tuple[str, float]:
         """Return an operator's category and its seconds."""
-        if work.kernels > 1:  # the kernels run two at a time
+        if work.kernels > 1:  # a device runs two of the kernels at a time
             category, seconds = self.work_seconds(work.of_rows(2 / work.kernels))
             return category, seconds * work.kernels / 2
         category = "memory" if not work.flops else "attention" if "attention" in work.name else "matmul"

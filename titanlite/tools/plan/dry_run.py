@@ -301,7 +301,7 @@ def _mark_layers(trace: OpTrace, stage: Llama) -> None:
 
     def attend_and_mark(attend: Callable[..., Any], layer: int, *args: Any) -> tuple[Tensor, Tensor]:
         """Run a block up to its experts, and mark where the experts begin."""
-        again = trace.segments[-1].mark[0].endswith(" B")  # full AC repeats the block in its backward
+        again = trace.segments[-1].mark[0].endswith(" B")  # full AC repeats a block's forward in its backward
         if again:
             trace.mark("layer B", layer)
         output, normed = attend(*args)
