@@ -82,7 +82,7 @@ def parameter_sizes(config: Config) -> dict[str, int]:
 
 def build_stage(config: Config, layout: Layout, modules: Collection[str] | None, device: torch.device) -> Llama:
     """Return a stage of the named `modules` (None: all), parallelized over the mesh, on the meta device. Raises
-    ConfigError if the device lacks float8 or int8, no layer can use it, or a user's own block is found wrong."""
+    ConfigError if the device lacks float8 or int8, no layer can use them, or a user's own block is wrong."""
     parallelism, training = config.parallelism, config.training
     stage = meta_model(config, modules)
     config.own.prepare(stage, config.model, training, parallelism)
@@ -199,7 +199,7 @@ def build_balance(config: Config, model: Llama, device: torch.device) -> Balance
 def build_optimizer(
     config: Config, model: Llama, stages: Collection[Llama] = (), layout: Layout | None = None
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of a model. FSDP gathers its weights for `stages`, if any. Every rank must call it."""
+    """Return the optimizer of a model. FSDP gathers the weights of `stages`, if any. Every rank must call it."""
     build = config.own.optimizer or functools.partial(optimizer_for, mesh=layout.mesh if layout else None)
     optimizer = build(model, config.optimizer)
     if stages and config.float8.precompute_float8_dynamic_scale_for_fsdp:

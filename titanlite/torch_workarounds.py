@@ -97,8 +97,8 @@ def ignore_warnings_of_views() -> None:
 
 
 def open_communicator(group: dist.ProcessGroup, zero: Tensor) -> None:
-    """Have NCCL create the communicator of a pipeline's group now. Torch 2.13 creates it when the first message is
-    sent. Remove when the pipeline schedule opens the communicator."""
+    """Have NCCL create the communicator of a pipeline's group now. Torch 2.13 creates the communicator when the first
+    message is sent. Remove when the pipeline schedule opens the communicator."""
     dist.all_reduce(zero, group=group)
 
 

@@ -288,7 +288,7 @@ class Checkpointer(NoCheckpoints):
 
     def set_aside(self, suffix: str) -> str:
         """Rename the checkpoints whose weights gave no finite loss (`suffix` DIVERGED), or those saved since replicas
-        last agreed (SUSPECT). Return words for the error message. Every rank must call it."""
+        last agreed (SUSPECT). Return words about these checkpoints for the error message. Every rank must call it."""
         with contextlib.suppress(NotSavedError):
             self.finish()
         steps = [step for step in self.unconfirmed if suffix == SUSPECT or step >= self._finite_step]

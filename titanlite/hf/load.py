@@ -251,8 +251,8 @@ def _check_tied(files: dict[str, Path], embedding: nn.Parameter, options: Model)
 
 @torch.no_grad()
 def _fill(parameter: Tensor, name: str, files: dict[str, Path], options: Model) -> None:
-    """Copy this rank's shard of tensors into a parameter. Each parameter reopens the files, since an open file keeps
-    all data that was read in memory."""
+    """Copy this rank's shard of tensors into a parameter. Each parameter reopens the files, since an open file keeps in
+    memory all data that was read."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if local.numel() and is_stacked(name, options):
         with contextlib.ExitStack() as stack:

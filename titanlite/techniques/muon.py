@@ -265,7 +265,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def stage_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return the group of the ranks with this rank's pipeline stages, which all must call the function."""
+    """Return the group of the ranks with this rank's pipeline stages, all of which must call the function."""
     if mesh["pp"].size() == 1:
         return dist.group.WORLD
     ranks = mesh.mesh[mesh.get_local_rank("pp")].flatten().tolist()

@@ -104,7 +104,7 @@ def load_llama(folder: ModelFolder, dtype: torch.dtype, length: int, ema: bool) 
 
 
 def load_hf(folder: Path, *, has_experts: bool) -> Any:
-    """Return transformers' model of a folder in float64. Raises ConfigError if they have different tensors."""
+    """Return transformers' model of a folder in float64. Raises ConfigError if the two have different tensors."""
     from transformers import AutoModelForCausalLM
 
     try:

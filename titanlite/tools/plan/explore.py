@@ -61,7 +61,7 @@ def make_axes(config: Config, texts: list[str]) -> dict[str, list[Any]]:
 
 def overrides(choice: dict[str, Any], plan: Plan, loaded: LoadedConfig[Config]) -> list[str]:
     """Return the arguments that turn a config into a choice of values. With a pipeline, the chosen batch is the
-    microbatch size, and the accumulation steps are those of the config's own pipeline, or one without it."""
+    microbatch size, and the number of accumulation steps is that of the config, or 1 if the config has no pipeline."""
     config, product = plan.config, choice["tp"] * choice["pp"] * choice["cp"]
     ranks = max(plan.world_size // product, 1)  # ranks that read different sequences
     options = {key: choice[name] for name, key in DEGREES.items()}  # rules reject degrees that do not fit the ranks

@@ -1,6 +1,6 @@
 """Model the effect of torch.compile on a block's operators, without compiling. As a model of inductor, all pointwise
 operators between two matrix multiplications, attentions or collectives become one kernel. Results that no other kernel
-reads are never written. Results that the backward can compute again at little cost are not saved for it."""
+reads are never written. Results that the backward can compute again at little cost are not saved."""
 
 from collections.abc import Collection, Mapping, Sequence
 

@@ -377,7 +377,7 @@ def recording() -> Iterator[OpTrace]:
 
 def fused_norm(trace: OpTrace, local: Callable[[Tensor], list[Tensor]]) -> contextlib.AbstractContextManager[None]:
     """Record each RMSNorm inside the with block as one operator that saves its input, as CUDA and the compiler run it.
-    A CPU runs a dozen operators, which save two float32 copies. `local` returns a tensor's plain tensors."""
+    A CPU runs a dozen operators for a norm, which save two float32 copies. `local` returns a tensor's plain tensors."""
     composite = F.rms_norm
 
     def record(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
