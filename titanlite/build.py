@@ -131,7 +131,7 @@ def build_model(config: Config, layout: Layout, device: torch.device) -> tuple[L
 
 
 def build_train_step(run: Run, groups: OneGroup | None = None) -> TrainStep:
-    """Return the object that computes this rank's optimizer steps. `groups`: None if all ranks are one group."""
+    """Return the object that computes this rank's optimizer steps. `groups`: replica groups, if any."""
     config, layout, device, model, stages = run[:5]
     parallelism, training = config.parallelism, config.training
     for stage in stages.values():

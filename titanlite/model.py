@@ -206,7 +206,7 @@ class Llama(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Set the embedding's weight as the output head's, if embeddings are tied. Repeat it after a replacement."""
+        """Set the embedding's weight as the output head's, if embeddings are tied. Tie again after replacing either."""
         if self.tied:
             self.output.weight = self.tok_embeddings.weight
 

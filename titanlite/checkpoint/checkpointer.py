@@ -119,7 +119,7 @@ class Checkpointer(NoCheckpoints):
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         """Load the newest checkpoint into model and optimizer, and random states if there are as many ranks as at the
         save. Return the `state` that `save` got, with `step`; None without a checkpoint. Raises ConfigError if
-        load_step is not the newest step, the identity differs, or it (on_corrupt = "previous": all) is damaged."""
+        load_step is not the newest, identities differ, or the checkpoint (on_corrupt = "previous": all) is damaged."""
         names = self._from_rank0(self._names.to_resume)  # on a network disk, ranks may see different checkpoints
         steps = [state_of(Path(name))[0] for name in names]
         if self.checkpoint.load_step not in (-1, *steps[-1:]):
@@ -156,7 +156,7 @@ class Checkpointer(NoCheckpoints):
         is_last: bool = True,
     ) -> None:
         """Save a step, after an earlier asynchronous save is done. `state`: plain JSON, the same on every rank. Raises
-        TrainingError if either checkpoint cannot be written, and checkpoint.on_error = "fail" or it `is_last`."""
+        TrainingError if one of both cannot be written, and checkpoint.on_error = "fail" or the step `is_last`."""
         self.finish()
         with self._stops_training(), self._tolerated(step, is_last):
             with self._saves(step):
@@ -333,7 +333,7 @@ class Checkpointer(NoCheckpoints):
         return result[0]
 
     def _saved(self, step: int) -> None:
-        """Record a complete checkpoint as unconfirmed, and confirm it if a later step has been finite already."""
+        """Record a complete checkpoint as unconfirmed, and confirm it if a later step had a finite loss already."""
         self.unconfirmed.append(step)
         self.confirm(self._finite_step)
 

@@ -217,7 +217,7 @@ def _file_problems(file: Path, shapes: dict[str, torch.Size], grows: set[str]) -
 
 @contextlib.contextmanager
 def open_safetensors(file: Path, again: str = "download or export") -> Iterator[Any]:
-    """Open a safetensors file. Raises ConfigError for a damaged one, with the advice to `again` the file again."""
+    """Open a safetensors file. Raises ConfigError for a damaged one, with advice such as "download it again"."""
     if not file.is_file():  # a pipe is rejected, too: reading it would wait
         raise ConfigError([f"{file}: no such file; {again} the folder again"])
     try:

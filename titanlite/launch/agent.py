@@ -60,7 +60,7 @@ class NewStores:
         return RendezvousInfo(met.store, met.rank, met.world_size, place)
 
     def num_nodes_waiting(self) -> int:
-        """Return how many nodes wait to join. If some do, let the ranks save and end before the agent restarts them."""
+        """Return how many nodes wait to join. If nodes wait, let ranks save and end before the agent restarts them."""
         if n_waiting := self.handler.num_nodes_waiting():
             ranks = children(os.getpid())
             send(ranks, signal.SIGTERM)

@@ -93,7 +93,7 @@ def check_folders(loaded: LoadedConfig[Config]) -> None:
 
 
 def load_and_check(argv: list[str], use: Callable[[LoadedConfig[Config]], Any]) -> LoadedConfig[Config]:
-    """Load a config. Raises ConfigError with all problems of options and folders, and of `use` of right options."""
+    """Load a config. Raises ConfigError with the problems of options, of folders, and of `use` of right options."""
     problems, checks, (own, options) = list[str](), [use, check_folders], take_own(argv)
     try:
         loaded = load(options, own)
@@ -145,7 +145,7 @@ def require_place(environment: Mapping[str, str], ranks: int = 1) -> None:
 
 
 def launch_variables(loaded: LoadedConfig[Config]) -> dict[str, str]:
-    """Write the config for the ranks, and return their environment variables. Raises ConfigError if that fails."""
+    """Write the ranks' config, and return their environment variables. Raises ConfigError if the file is unwritable."""
     dump_folder = loaded.config.job.dump_folder
     folder = Path(dump_folder) / "logs"
     try:

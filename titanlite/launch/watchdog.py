@@ -63,7 +63,7 @@ class Watchdog(OneRank):
             self._finished.set()
 
     def end(self, message: str, status: int, *, lost_connection: bool = False) -> None:
-        """End all ranks because of an error; each node prints the first error. lost_connection: wait for that error."""
+        """End all ranks after an error; each node prints the first. lost_connection: wait for another rank's error."""
         deadline = time.monotonic() + RECORD_SECONDS
         while lost_connection and self._begun and time.monotonic() < deadline:
             time.sleep(0.1)  # _beat ends this process when it reads a failure

@@ -93,7 +93,7 @@ def _own_of_gpt_oss(model: Section) -> set[bool]:
 
 
 def _routes(model: Section, own: bool = False, in_every_layer: bool = True, normalizes: bool = True) -> bool:
-    """Return whether routing is a softmax over all experts; if set, with experts in every layer, scores normalized."""
+    """Return whether routing is a softmax over all experts; if asked, in every layer, with scores that sum to 1."""
     moe = model.moe
     plain = moe.score_function == "softmax" and moe.score_scaling == 1 and not moe.n_shared_experts
     plain = plain and moe.n_groups_per_token == moe.n_groups and (moe.normalize_scores or not normalizes)

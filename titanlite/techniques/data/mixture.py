@@ -128,7 +128,7 @@ class MixedSequences:
         return [each.name for each in self.components]
 
     def datasets_of(self, positions: Iterable[int]) -> list[int]:
-        """Return the number of the dataset of the sequence at each global index. `positions` must ascend."""
+        """Return the index of the dataset that the sequence at each global index is from. `positions` must ascend."""
         blocks = ((position, self._block_near(position)) for position in positions)
         return [self._walk(block)[0][position - block.first][0] for position, block in blocks]
 

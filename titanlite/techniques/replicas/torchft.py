@@ -206,7 +206,7 @@ class Replicas(OneGroup):
     def count(self, valid: Tensor) -> None:
         """Sum a step's number of tokens over the participants, in place, and compare the groups' configs and weights.
         Does nothing between `totals` and the next step. Raises ConfigError if this group is new and does not fit the
-        other groups. Raises TrainingError if no group is new, and weights differ from those of a group with a smaller
+        other groups. Raises TrainingError if no group is new, and weights differ from those of a group of smaller
         number."""
         if self._group_state is not GroupState.PARTICIPANT:
             return

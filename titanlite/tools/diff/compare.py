@@ -161,7 +161,7 @@ class _Limits:
         """Parameters whose gradient is zero except for rounding."""
 
     def allowed(self, name: str, explained: float) -> float:
-        """Return the limit of a tensor's distance; for a weight's update, that of its change without its rounding."""
+        """Return the limit of a tensor's distance; for a weight's update, of the distance of unrounded changes."""
         phase, _, tensor = name.partition(" ")
         if phase == "input":
             return self._allowed_of_input(tensor)

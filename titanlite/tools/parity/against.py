@@ -48,7 +48,7 @@ class Pass(NamedTuple):
 
 def run_against(folder: Path) -> int:
     """Print the comparison with the step in a folder. Return the exit status: 0 if rounding explains every difference,
-    1 if not, 2 if it also explains a wrong factor. Raises ConfigError if the folder is wrong or the step infinite."""
+    1 if not, 2 if rounding explains wrong factors. Raises ConfigError if the folder is wrong or the step infinite."""
     recorded = read_step(folder)
     step, (n_sequences, seq_len) = recorded.step, recorded.tokens_BT.shape
     dtypes = ", ".join(f"{name} {dtype}" for name, dtype in step.dtypes.model_dump().items())

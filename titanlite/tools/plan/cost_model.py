@@ -121,7 +121,7 @@ class CostModel:
         accumulates: bool = False,
     ) -> Cost:
         """Return the cost of segments that run one after the other. `streams`: communication in flight before the
-        segments; None: the device is idle before them and finishes all communication after. See Streams.run."""
+        segments; None: the device is idle before and finishes all communication of the segments. See Streams.run."""
         cost, own = Cost(), streams or self.streams()
         begin, idle = own.computed, own.idle
         for events in segments:

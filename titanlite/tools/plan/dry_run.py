@@ -234,7 +234,7 @@ def _create_states(config: Config, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _average(config: Config, optimizer: torch.optim.Optimizer) -> None:
-    """Update the weight average (ema) after a step that was recorded instead of run: a step that runs updates it."""
+    """Update the weight average (ema) after a step that was recorded instead of run, which did not update it."""
     if config.ema.decay:
         from titanlite.techniques import ema  # late import: most plans do without an average
 

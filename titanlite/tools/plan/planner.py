@@ -58,7 +58,7 @@ def resolve(loaded: LoadedConfig[Config], world_size: int | None = None) -> tupl
 
 
 def assumption(config: Config, world: int) -> str:
-    """Return a line that says how many devices a plan assumes and how to change that; "" if the degrees set it."""
+    """Return a line that says how many devices a plan assumes, and the option that sets it; "" if degrees do."""
     if config.parallelism.data_parallel_shard_degree != -1:
         return ""
     return f"planned for {quantity(world, 'device')}; set parallelism.data_parallel_shard_degree for another number"
