@@ -31,7 +31,7 @@ class Owner(Protocol):
         """Return the object's state as plain JSON, under one key."""
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore the object from the state of a checkpoint. Raises ConfigError if its entry is damaged."""
+        """Restore the object from the state of a checkpoint. Raises ConfigError if the entry is damaged."""
 
 
 class LossScale(Owner, Protocol):

@@ -30,7 +30,7 @@ DTYPES = {  # keys: names of dtypes in safetensors files
     "U8": torch.uint8,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-LARGEST_MANIFEST = 2**27  # bytes
+LARGEST_MANIFEST = 2**27  # largest manifest in bytes
 LARGEST_GRID = 10_000_000
 """The most cells of the grid in which a tensor's slices are checked; 4096 ranks need at most 4096 cells."""
 

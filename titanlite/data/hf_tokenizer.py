@@ -85,7 +85,7 @@ class HuggingFaceTokenizer(Tokenizer):
             self.tokenizer.no_padding()
             ids, added = self.tokenizer.get_vocab(), self.tokenizer.get_added_tokens_decoder().values()
             special = [token.content for token in added if token.special and not self.loaded.split_special_tokens]
-            # Texts lack such random names. First and last characters stay: they decide if a name is a word of its own.
+            # Random names are in no text. Their first and last characters stay: a token may match separate words only.
             self.names = {text: f"{text[0]}{secrets.token_hex(16)}{text[-1]}" for text in special}
             word = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).encode("a")
             around = self.tokenizer.post_process(word)  # encode a single token, and add special tokens around it

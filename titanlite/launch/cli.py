@@ -97,6 +97,6 @@ def run_command(name: str, arguments: list[str]) -> int:
         module, _ = COMMANDS[name]  # imported here, so that a command does not import other commands' modules
         return importlib.import_module(module).main(arguments)
     except ConfigError as error:
-        if name not in ("generate", "eval") or os.environ.get("LOCAL_RANK", "0") == "0":  # ranks find the same problems
+        if name not in ("generate", "eval") or os.environ.get("LOCAL_RANK", "0") == "0":  # rank 0 prints for all ranks
             print_problems(error)
         return 2

@@ -55,7 +55,7 @@ class OffloadedAdam(torch.optim.Optimizer):
         """Take a step with gradients divided by `grad_scale`; change nothing if `found_inf` is 1."""
         scaling = {name: getattr(self, name).cpu() for name in ("grad_scale", "found_inf") if hasattr(self, name)}
         if self._to_host:
-            self._to_host.wait_stream(torch.cuda.current_stream(self._device))  # which computes the gradients
+            self._to_host.wait_stream(torch.cuda.current_stream(self._device))  # the stream that computes the gradients
         work = [(group, weight) for group in self.param_groups for weight in group["params"] if weight.grad is not None]
         for number in range(len(work) + 1):
             if number < len(work):

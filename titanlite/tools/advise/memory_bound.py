@@ -35,7 +35,7 @@ def estimate_bytes(task: Task, candidate: Candidate) -> float:
         messages = 2 * tokens * model.dim * n_microbatches * (2 if schedule == "1F1B" else 3.5 * candidate.stages)
         if schedule in SPLIT_BACKWARD:
             gathered += mesh.pp * n_layers / candidate.stages * between
-    # A logit and its gradient share 2 bytes if the loss is compiled; otherwise intermediate results take 8 more.
+    # A logit and its gradient share 2 bytes if the loss is compiled; otherwise intermediate results take 8 bytes more.
     logits = (2 if candidate.compiled else 10) * matrix / model.dim * tokens * mesh.tp / candidate.loss_chunks(task)
     total = own_weights * STATE_BYTES + gathered + in_flight * saved + max(working, logits) + messages
     degrees = [mesh.pp, mesh.dp_replicate, shards, mesh.tp, mesh.cp // mesh.ulysses, mesh.ulysses]

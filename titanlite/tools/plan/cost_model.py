@@ -62,7 +62,7 @@ class _Items:
     device: float = 0.0
     host: float = 0.0
     both: float = 0.0
-    in_flight: set[Hashable] = dataclasses.field(default_factory=set)  # unread allocations that collectives write
+    in_flight: set[Hashable] = dataclasses.field(default_factory=set)  # outputs of collectives that are not read yet
     copied: set[int] = dataclasses.field(default_factory=set)  # ids of weights that CPU offload has copied
     copying: float = 0.0  # seconds of CPU offload's copies before the next all-gather
 

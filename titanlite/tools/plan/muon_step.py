@@ -29,7 +29,7 @@ def recorder(
     named modules. Add Muon's process group to `axes` if it is missing."""
     group = stage_group(mesh)
     axes.setdefault(group.group_name, ("stage", dist.get_process_group_ranks(group)))
-    has_own_experts = config.parallelism.expert_parallel_degree == group.size()  # FSDP does not shard experts
+    has_own_experts = config.parallelism.expert_parallel_degree == group.size()  # each rank's experts are unsharded
     rounds = assign(shapes_of_matrices(config, names), group.size())
     longest = Counter(max((unit.shape for unit in units), key=work_of) for units in rounds)
 
