@@ -116,7 +116,7 @@ class FolderLock:
                 found = _read(self.path)
                 if found is not None and _token(found) != self.token and self._is_dead(found):
                     self._withdraw(found)
-            for left in self.folder.glob(f"{self.path.name}.*"):  # processes that died in _withdraw left them
+            for left in self.folder.glob(f"{self.path.name}.*"):  # files of processes that died in _withdraw
                 left.unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError([f"{self.purpose}: cannot be written: {error.strerror}"]) from None

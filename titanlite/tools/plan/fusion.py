@@ -35,7 +35,7 @@ def fuse(segments: Sequence[list[Event]]) -> list[list[Event]]:
         for allocation, number in writer.items()
         if is_fusible(groups[number][0])
         and allocation.kind in ("temporary", "logits")
-        and readers.get(allocation) == {number}  # without a reader, a collective reads it
+        and readers.get(allocation) == {number}  # no reader: a collective reads the allocation
         and allocation in freed
         and allocation.shape != ()
     }

@@ -314,7 +314,7 @@ def _flops(
 ) -> tuple[int, str, tuple[int, ...]]:
     """Return the FLOPs of a matrix multiplication or of attention (half of them under a causal mask), the dtype whose
     peak rate applies, and the sizes; see Work."""
-    if name in ("mm", "addmm", "addmm_", "bmm", "_scaled_mm", "_grouped_mm"):  # grouped: each row once
+    if name in ("mm", "addmm", "addmm_", "bmm", "_scaled_mm", "_grouped_mm"):  # grouped: each row counts once
         left, right = (inputs[1], inputs[2]) if name.startswith("addmm") else (inputs[0], inputs[1])
         sizes = left.shape[0] if name == "bmm" else 1, left.shape[-2], right.shape[-1], left.shape[-1]
         return 2 * math.prod(sizes), "fp8" if name == "_scaled_mm" else _rate_dtype(left), sizes
