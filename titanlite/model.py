@@ -206,7 +206,7 @@ class Llama(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Set the embedding's weight as the output head's, if embeddings are tied. Tie again after replacing either."""
+        """Make the output head's weight the embedding's, if embeddings are tied. Repeat after replacing weights."""
         if self.tied:
             self.output.weight = self.tok_embeddings.weight
 

@@ -117,10 +117,10 @@ class Checkpointer(NoCheckpoints):
         return saved
 
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-        """Load the newest checkpoint into model and optimizer, and random states if there are as many ranks as at the
-        save. Return the `state` that `save` got, with `step`; None without a checkpoint. Raises ConfigError if
-        load_step is not the newest, identities differ, or the checkpoint (on_corrupt = "previous": all) is damaged."""
-        names = self._from_rank0(self._names.to_resume)  # on a network disk, ranks may see different checkpoints
+        """Load the newest checkpoint into model and optimizer, and random states if the number of ranks is the same.
+        Return the `state` that `save` got, with `step`; None without a checkpoint. Raises ConfigError if load_step is
+        not the newest step, the identity differs, or the checkpoint is damaged (on_corrupt = "previous": all are)."""
+        names = self._from_rank0(self._names.to_resume)  # on a network disk, ranks may see different names
         steps = [state_of(Path(name))[0] for name in names]
         if self.checkpoint.load_step not in (-1, *steps[-1:]):
             problem = f"checkpoint.load_step = {self.checkpoint.load_step}: expected the newest step in {self.folder}, "

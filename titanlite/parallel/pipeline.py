@@ -71,7 +71,7 @@ class PipelineRunner:
         stages = [pipeline_stage(stage, number, self.parallelism, **options) for number, stage in self.stages.items()]
         schedule_class = get_schedule_class(schedule)
         stage_or_stages = stages if issubclass(schedule_class, PipelineScheduleMulti) else stages[0]
-        # scale_grads=False: `_loss` divides by the global number of tokens, not by the number of microbatches.
+        # scale_grads=False, since `_loss` divides by the global number of tokens, not by the number of microbatches.
         self._schedule = schedule_class(stage_or_stages, self.n_microbatches, loss_fn=self._loss, scale_grads=False)
         self._loss_sum = self._valid = torch.zeros((), dtype=torch.float64, device=self.device)
         open_communicator(self.group, self._loss_sum)
