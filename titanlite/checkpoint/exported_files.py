@@ -86,7 +86,7 @@ def model_card(path: Path, name: str, config: dict[str, Any], source: Path | Non
 
 
 def _losses(run: Path, step: int) -> str:
-    """Return a line with the last loss up to a step, in training and in validation, for each that a run has logged."""
+    """Return a line with the last training loss and validation loss up to a step that a run has logged."""
     metrics, losses = run / "metrics.jsonl", dict[str, str]()
     for row in map(row_of, io.BytesIO(read_file(metrics, LARGEST_FILE)) if metrics.is_file() else ()):
         for what in ("loss", "validation") if row and row["step"] <= step else ():
