@@ -82,7 +82,7 @@ def parameter_sizes(config: Config) -> dict[str, int]:
 
 def build_stage(config: Config, layout: Layout, modules: Collection[str] | None, device: torch.device) -> Llama:
     """Return a stage of the named `modules` (None: all), parallelized over the mesh, on the meta device. Raises
-    ConfigError if the device lacks float8 or int8, no layer can use it, or a user's own block is found wrong."""
+    ConfigError if the device lacks float8 or int8, no layer can use them, or a user's own block is wrong."""
     parallelism, training = config.parallelism, config.training
     stage = meta_model(config, modules)
     config.own.prepare(stage, config.model, training, parallelism)
@@ -92,7 +92,7 @@ def build_stage(config: Config, layout: Layout, modules: Collection[str] | None,
 
         stage.adapters = Adapters(stage, config.lora, full_model)
     if config.float8.enable or config.int8.enable:
-        from titanlite.techniques.low_precision import convert_linear_layers  # here: few runs use float8 or int8
+        from titanlite.techniques.low_precision import convert_linear_layers  # imported here: few runs use it
 
         settings = {"model": full_model, "tensor_parallel_degree": parallelism.tensor_parallel_degree, "device": device}
         convert_linear_layers(stage, config.float8, config.int8, **settings)
@@ -131,7 +131,7 @@ def build_model(config: Config, layout: Layout, device: torch.device) -> tuple[L
 
 
 def build_train_step(run: Run, groups: OneGroup | None = None) -> TrainStep:
-    """Return the object that computes this rank's optimizer steps. `groups`: None if all ranks are one group."""
+    """Return the object that computes this rank's optimizer steps. `groups`: replica groups, if any."""
     config, layout, device, model, stages = run[:5]
     parallelism, training = config.parallelism, config.training
     for stage in stages.values():
@@ -199,7 +199,7 @@ def build_balance(config: Config, model: Llama, device: torch.device) -> Balance
 def build_optimizer(
     config: Config, model: Llama, stages: Collection[Llama] = (), layout: Layout | None = None
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of a model. FSDP gathers its weights for `stages`, if any. Every rank must call it."""
+    """Return the optimizer of a model. FSDP gathers the weights of `stages`, if any. Every rank must call it."""
     build = config.own.optimizer or functools.partial(optimizer_for, mesh=layout.mesh if layout else None)
     optimizer = build(model, config.optimizer)
     if stages and config.float8.precompute_float8_dynamic_scale_for_fsdp:

@@ -143,8 +143,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return gradient * factor. The product is not in place: a zero-bubble schedule runs the backward twice, for one
-    gradient each. The factor, 1 / number of valid tokens, is not rounded. On CUDA, it is one pass over memory."""
+    """Return gradient * factor, on CUDA in one pass over memory. The product is not in place: a zero-bubble schedule
+    runs the backward twice, for one gradient each. The factor, 1 / number of valid tokens, is not rounded."""
     wide = torch.promote_types(gradient.dtype, torch.float32)
     return torch.mul(gradient.to(wide), factor.to(wide), out=torch.empty_like(gradient, dtype=dtype))
 

@@ -40,7 +40,7 @@ def _yarn_ramp(model: Model) -> Tensor:
     """Return how far YaRN stretches each pair of channels, from 0 to 1, [R/2] in float64. The ramp begins and ends at
     whole indices of pairs, as in the paper's code, unless rope_yarn_truncate = false."""
 
-    def pair_with(periods: float) -> float:  # fractional index of the pair with so many periods
+    def pair_with(periods: float) -> float:  # fractional index of the pair with `periods` in rope_original_seq_len
         wavelength = model.rope_original_seq_len / periods
         return model.rope_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(model.rope_theta))
 

@@ -21,7 +21,7 @@ class Confirming(Protocol):
         """Record that the loss of a step was finite, which makes checkpoints of earlier steps good."""
 
     def after_divergence(self) -> str:
-        """Set aside the checkpoints whose weights gave no finite loss. Return words for the error message."""
+        """Set aside the checkpoints whose weights gave no finite loss. Return text for the error message about them."""
 
 
 class Owner(Protocol):
@@ -31,7 +31,7 @@ class Owner(Protocol):
         """Return the object's state as plain JSON, under one key."""
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore the object from the state of a checkpoint. Raises ConfigError if its entry is damaged."""
+        """Restore the object from the state of a checkpoint. Raises ConfigError if the entry is damaged."""
 
 
 class LossScale(Owner, Protocol):

@@ -81,7 +81,7 @@ def gather_with(block: nn.Module, module: nn.Module) -> None:
 def look_up(module: nn.Module, mesh: DeviceMesh, tokens_N: Tensor) -> Tensor:
     """Return the embeddings of this rank's shard of the sequence. Each rank looks up the tokens in its shard of the
     vocabulary, and a reduce-scatter over the sequence sums the results. RowwiseParallel gives equal results, but its
-    backward allocates the gradient of the full vocabulary on each rank (2.11 to 2.15). Remove when it is fixed."""
+    backward allocates the gradient of the full vocabulary on each rank (2.11 to 2.15). Remove when torch fixes this."""
     weight_VD = module.weight.to_local()
     local_N = tokens_N - mesh.get_local_rank() * len(weight_VD)  # row of each token in this rank's shard
     is_local_N = (local_N >= 0) & (local_N < len(weight_VD))
@@ -97,8 +97,8 @@ def ignore_warnings_of_views() -> None:
 
 
 def open_communicator(group: dist.ProcessGroup, zero: Tensor) -> None:
-    """Have NCCL create the communicator of a pipeline's group now. Torch 2.13 creates it when the first message is
-    sent. Remove when the pipeline schedule opens the communicator."""
+    """Have NCCL create the communicator of a pipeline's group now. Torch 2.13 creates the communicator when the first
+    message is sent. Remove when the pipeline schedule opens the communicator."""
     dist.all_reduce(zero, group=group)
 
 

@@ -173,7 +173,7 @@ class TrainStep:
     def gradients(
         self, step: int, batches: list[Batch], loss_scale: float = 1.0, *, is_test: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Compute a step's gradients and call the observers. `is_test`: see Observer; the rest: `forward_backward`."""
+        """Compute a step's gradients and call the observers. See Observer for `is_test`, else `forward_backward`."""
         self.runner.prepare(batches[0])  # observers do not see this call
         for observer in self.observers:
             observer.before_backward(step)

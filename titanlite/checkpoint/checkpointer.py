@@ -107,7 +107,7 @@ class Checkpointer(NoCheckpoints):
         if not (saved := self.resume(self.run.model, self.run.optimizer)):
             return super().begin(options, seed)
         if "lora.rank" in self.identity:
-            self.load_initial(options)  # the frozen base weights, which a checkpoint of LoRA adapters lacks
+            self.load_initial(options)  # load the frozen base weights, which a checkpoint of LoRA adapters lacks
         self._last_step = saved["step"]
         log_rank0(f"weights    resumed after step {self._last_step} of {self.run.steps} from {self.folder}")
         if saved["config"] and saved["config"] != self.config:
@@ -133,7 +133,7 @@ class Checkpointer(NoCheckpoints):
             path = self.folder / names[-1]
             state, problems = load_checkpoint(path, model, optimizer, self)
             if not problems:
-                for bad, problem in damaged if dist.get_rank() == 0 else []:  # renamed: no later start reads them
+                for bad, problem in damaged if dist.get_rank() == 0 else []:  # later starts ignore renamed checkpoints
                     print(f"{problem}; renamed to {self._names.set_aside(bad, DAMAGED)}", flush=True)
                 paths = [Path(name) for name in names if name.endswith(UNCONFIRMED)]
                 self.unconfirmed = [state_of(path)[0] for path in paths]
@@ -156,7 +156,7 @@ class Checkpointer(NoCheckpoints):
         is_last: bool = True,
     ) -> None:
         """Save a step, after an earlier asynchronous save is done. `state`: plain JSON, the same on every rank. Raises
-        TrainingError if either checkpoint cannot be written, and checkpoint.on_error = "fail" or it `is_last`."""
+        TrainingError if one of both cannot be written, and checkpoint.on_error = "fail" or the step `is_last`."""
         self.finish()
         with self._stops_training(), self._tolerated(step, is_last):
             with self._saves(step):
@@ -266,7 +266,7 @@ class Checkpointer(NoCheckpoints):
             step = self._saving[0] if self._saving else 0
             try:
                 self.finish()
-            except Exception as error:  # print one line, since the body's error is raised below
+            except Exception as error:  # print one line: `raise` below raises the body's error
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 print(f"checkpoint step-{step} was not finished: {reason}", file=sys.stderr, flush=True)
             raise
@@ -288,7 +288,7 @@ class Checkpointer(NoCheckpoints):
 
     def set_aside(self, suffix: str) -> str:
         """Rename the checkpoints whose weights gave no finite loss (`suffix` DIVERGED), or those saved since replicas
-        last agreed (SUSPECT). Return words for the error message. Every rank must call it."""
+        last agreed (SUSPECT). Return words about these checkpoints for the error message. Every rank must call it."""
         with contextlib.suppress(NotSavedError):
             self.finish()
         steps = [step for step in self.unconfirmed if suffix == SUSPECT or step >= self._finite_step]
@@ -333,7 +333,7 @@ class Checkpointer(NoCheckpoints):
         return result[0]
 
     def _saved(self, step: int) -> None:
-        """Record a complete checkpoint as unconfirmed, and confirm it if a later step has been finite already."""
+        """Record a complete checkpoint as unconfirmed, and confirm it if a later step had a finite loss already."""
         self.unconfirmed.append(step)
         self.confirm(self._finite_step)
 

@@ -47,7 +47,7 @@ def tokenizer_files(tokenizer: Tokenizer, max_seq_len: int) -> dict[str, bytes]:
     config = {"tokenizer_class": tokenizer.call(class_of), "model_max_length": max_seq_len}
     config |= read_json_object(file.parent / name) if name in files else {}
     files[name] = json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
-    return {**files, "tokenizer.json": read_file(file, LARGEST_FILE)}  # the tokenizer's file may have another name
+    return {**files, "tokenizer.json": read_file(file, LARGEST_FILE)}  # `file` may have another name than the export's
 
 
 def class_of(tokenizer: Tokenizer) -> str:
@@ -86,7 +86,7 @@ def model_card(path: Path, name: str, config: dict[str, Any], source: Path | Non
 
 
 def _losses(run: Path, step: int) -> str:
-    """Return a line with the last loss up to a step, in training and in validation, for each that a run has logged."""
+    """Return a line with the last training loss and validation loss up to a step that a run has logged."""
     metrics, losses = run / "metrics.jsonl", dict[str, str]()
     for row in map(row_of, io.BytesIO(read_file(metrics, LARGEST_FILE)) if metrics.is_file() else ()):
         for what in ("loss", "validation") if row and row["step"] <= step else ():

@@ -120,7 +120,7 @@ class CheckpointFolder:
             shutil.rmtree(self.named(step, TEMPORARY))
 
     def publish(self, step: int) -> None:
-        """Rename a complete checkpoint from .tmp to .unconfirmed. Delete unconfirmed ones beyond the newest k."""
+        """Rename a complete checkpoint from .tmp to .unconfirmed. Delete unconfirmed ones beyond keep_latest_k."""
         self._rename(self.named(step, TEMPORARY), self.named(step, UNCONFIRMED))
         self._delete_oldest(UNCONFIRMED)
 

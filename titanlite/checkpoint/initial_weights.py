@@ -14,7 +14,7 @@ SIZES = {"dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "voc
 
 def check_initial_weights(job: Job, checkpoint: Checkpoint, model: Model, is_set: Collection[str]) -> None:
     """Raise ConfigError if a run without a checkpoint to resume would start from a folder that lacks weights, or whose
-    config.json is of another model. Options in `is_set`, which the user has set, may differ from that file."""
+    config.json is of another model. Options in `is_set`, which the user has set, may differ from config.json."""
     place = checkpoint.initial_load_path
     saved = checkpoints(Path(job.dump_folder) / checkpoint.folder, "", UNCONFIRMED, REPLACED)
     if place == SEEDED or (checkpoint.enable and saved):

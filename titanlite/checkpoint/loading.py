@@ -41,7 +41,7 @@ def load_checkpoint(
     saved = _with_optimizer(state["identity"], state["config"])
     own = _with_optimizer(checkpointer.identity, checkpointer.config if state["config"] else {})
     options["lora.base"] = " weights in checkpoint.initial_load_path, whose hash it is"
-    if not ("lora.rank" in saved and "lora.rank" in own):  # the rank alone says so
+    if not ("lora.rank" in saved and "lora.rank" in own):  # one run has no LoRA: compare only lora.rank
         saved, own = ({k: each[k] for k in each if k == "lora.rank" or k[:5] != "lora."} for each in (saved, own))
     differences = [
         f"{path}: saved with {_named(key, saved)}, and this run has {_named(key, own).removeprefix(f'{key} = ')}; "

@@ -30,7 +30,7 @@ DTYPES = {  # keys: names of dtypes in safetensors files
     "U8": torch.uint8,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-LARGEST_MANIFEST = 2**27  # bytes
+LARGEST_MANIFEST = 2**27  # largest manifest in bytes
 LARGEST_GRID = 10_000_000
 """The most cells of the grid in which a tensor's slices are checked; 4096 ranks need at most 4096 cells."""
 
@@ -106,7 +106,7 @@ class Stored(NamedTuple):
 
 def build_manifest(files: Mapping[str, Stored], state: bytes) -> bytes:
     """Return manifest.json for a checkpoint that consists of safetensors `files` and `state`, its state.json."""
-    layouts: dict[tuple[int, int, Slice], int] = {}  # (shorter layout, file, added slice) -> number of the layout
+    layouts: dict[tuple[int, int, Slice], int] = {}  # (number of shorter layout, file, added slice) -> layout's number
     layout_of: dict[str, int] = {}
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     for index, stored in enumerate(files.values()):

@@ -62,7 +62,7 @@ class NoCheckpoints:
 
     def load_initial(self, options: Model) -> None:
         if self.checkpoint.initial_load_path != SEEDED:
-            from titanlite.checkpoint.loading import load_weights  # imported here: few runs need it
+            from titanlite.checkpoint.loading import load_weights  # imported here: few runs load weights
 
             load_weights(Path(self.checkpoint.initial_load_path), self.run.model, options)
 
@@ -75,7 +75,7 @@ class NoCheckpoints:
         TrainingError if a checkpoint cannot be renamed."""
 
     def after_divergence(self) -> str:
-        """Set aside the checkpoints whose weights gave no finite loss. Return words for the error message."""
+        """Set aside the checkpoints whose weights gave no finite loss. Return text for the error message about them."""
         return ""
 
     def after_step(self, step: int, state: RunState, *, asked: bool, is_last: bool) -> None:

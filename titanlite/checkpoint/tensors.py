@@ -86,8 +86,8 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def dequantized(state: Tensor) -> Tensor:
-    """Return a quantized optimizer state in float32, since its scales are of blocks of a shard, which another layout
-    does not have. Return any other state unchanged."""
+    """Return a quantized optimizer state in float32, since each scale belongs to a block of a shard, and another layout
+    has other shards. Return any other state unchanged."""
     local = local_shard(state)
     if type(local) is Tensor:
         return state

@@ -45,7 +45,7 @@ _LONG_KEY = re.compile(rf"""(?<![\w-])(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[
 
 
 class Section(BaseModel):
-    """Base class of a [section], in which sections can be nested. It rejects unknown keys and converts no types."""
+    """Base class of a [section], in which sections can be nested. Unknown keys are rejected; no types are converted."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -408,7 +408,7 @@ def show(value: Any) -> str:
         return value.isoformat()
     try:
         return printable(json.dumps(value, ensure_ascii=False, default=str))
-    except ValueError:  # Python converts integers of at most 4300 digits to text
+    except ValueError:  # Python converts no integer of more than 4300 digits to text
         return "a number of more than 4300 digits"
 
 

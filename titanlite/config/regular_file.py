@@ -18,7 +18,7 @@ def open_own(path: str, flags: int, mode: int = 0o666) -> int:
 
 
 def _open(path: Path | str, flags: int, mode: int = 0o666) -> int:
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)  # O_NONBLOCK: return at once at a pipe
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)  # O_NONBLOCK: do not wait at a pipe
     kind = os.fstat(descriptor).st_mode
     if stat.S_ISREG(kind):
         return descriptor
@@ -28,7 +28,7 @@ def _open(path: Path | str, flags: int, mode: int = 0o666) -> int:
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """Return the content of a regular file. Raises OSError if it is unreadable or has more bytes than `limit`."""
+    """Return the content of a regular file. Raises OSError if the file is unreadable or has more bytes than `limit`."""
     with open_file(path) as file:
         content = file.read(limit + 1)
     if len(content) > limit:

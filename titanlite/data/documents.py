@@ -11,9 +11,9 @@ from titanlite.config.regular_file import open_file
 from titanlite.data.files import Row, Segment, errors_of, files_of, place, read_rows, segment_of
 from titanlite.data.source import Source
 
-SAMPLE_BYTES, SAMPLES = 2**16, 16  # content_hash: bytes of a sample, most samples of a file
-SAMPLES_OF_ALL = 2**14  # content_hash: approximate number of samples of all files together
-MOST_UNREAD = 1000  # most names of unread columns that are remembered
+SAMPLE_BYTES, SAMPLES = 2**16, 16  # content_hash reads at most SAMPLES samples of SAMPLE_BYTES from a file
+SAMPLES_OF_ALL = 2**14  # approximate number of samples that content_hash reads from all files together
+MOST_UNREAD = 1000  # largest number of unread columns whose names are remembered
 
 
 def open_dataset(source: Source) -> tuple[Iterable[Segment], str]:

@@ -259,7 +259,7 @@ def rows_at_a_time(n_rows: int, n_bytes: int) -> int:
 def _parquet(path: Path) -> Any:
     import pyarrow.parquet  # imported here, since most runs read no parquet
 
-    return pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**20)  # reads row groups in chunks
+    return pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**20)  # read a row group in chunks of 1 MiB
 
 
 def _parquet_rows(training: Training, path: Path, segment: Segment, columns: Sequence[str]) -> Iterator[Row]:
@@ -297,7 +297,7 @@ def _json_rows(training: Training, path: Path, segment: Segment, columns: Sequen
             if line.strip():
                 try:
                     row = json.loads(line.decode())
-                except ValueError as error:  # RecursionError (hostile nesting) is no ValueError
+                except ValueError as error:  # deep nesting raises RecursionError instead
                     raise BadRowError(begin, f"no JSON: {error}") from None
                 except RecursionError:
                     raise BadRowError(begin, "JSON that is nested too deep") from None

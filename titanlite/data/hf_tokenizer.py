@@ -85,15 +85,15 @@ class HuggingFaceTokenizer(Tokenizer):
             self.tokenizer.no_padding()
             ids, added = self.tokenizer.get_vocab(), self.tokenizer.get_added_tokens_decoder().values()
             special = [token.content for token in added if token.special and not self.loaded.split_special_tokens]
-            # No text contains these random names. Their ends stay, since a token may have to be a word of its own.
+            # Random names are in no text. Their first and last characters stay: a token may match separate words only.
             self.names = {text: f"{text[0]}{secrets.token_hex(16)}{text[-1]}" for text in special}
             word = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).encode("a")
-            around = self.tokenizer.post_process(word)  # a text of one token, and the tokens that are added to it
+            around = self.tokenizer.post_process(word)  # encode a single token, and add special tokens around it
             at = around.special_tokens_mask.index(0)
             self.prefix, self.suffix = around.ids[:at], around.ids[at + 1 :]
             content = json.loads(self.tokenizer.to_str())
         except BaseException as error:  # a panic in the Rust library is a BaseException, not an Exception
-            from titanlite.config.hf.values import read_json_object  # imported here, since few files are wrong
+            from titanlite.config.hf.values import read_json_object  # imported here: few tokenizer files are wrong
 
             for file in [path / name for name in FILES if name.endswith(".json") and (path / name).is_file()]:
                 read_json_object(file, file.read_bytes())  # raises ConfigError if this file is no JSON object
@@ -151,7 +151,7 @@ class HuggingFaceTokenizer(Tokenizer):
         try:
             encode = tokenizer.encode_batch if with_offsets else tokenizer.encode_batch_fast
             return encode(texts, add_special_tokens=False)
-        except BaseException as error:  # a panic in the Rust library is no Exception
+        except BaseException as error:  # a panic in the Rust library is a BaseException
             for text in texts if len(texts) > 1 else []:
                 self.encode_together([text], tokenizer)
             problem = f"{self.file}: cannot encode the text {show(texts[0][:40])}: {reason_of(error)}"

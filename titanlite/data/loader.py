@@ -99,7 +99,7 @@ class Loader:
     def start(self, state: dict[str, Any] | None) -> None:
         """Begin at `state`; call close before a second start. Raises ConfigError for a damaged state."""
         sequences, self.stateful = self.sequences, None
-        if hasattr(sequences, "resumed"):  # mixtures, streams and own data
+        if hasattr(sequences, "resumed"):  # a mixture, a stream or own data has a state of its own
             self.stateful = sequences = sequences.resumed(state)
         state = {"next_sequence": 0} if state is None else state
         self.position, self._again = parse_part(state, "data.next_sequence", Int63), list[Batch]()
@@ -107,7 +107,7 @@ class Loader:
         self.counts = np.array(counts or [self.position * self.training.seq_len, 0, 0, 0])
         """Sum of `count` over all sequences so far, of all ranks."""
         reader = sequences.read(self.position + self.share.rank, self.share.degree)
-        self._ready = queue.Queue[Any](maxsize=PREFETCH_STEPS)  # items: what `next` needs, or an exception
+        self._ready = queue.Queue[Any](maxsize=PREFETCH_STEPS)  # items: data of a step, or an exception
         self._closed = False
         self._thread = threading.Thread(target=self._prefetch, args=(reader,), name="data", daemon=True)
         self._thread.start()

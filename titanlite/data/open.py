@@ -53,7 +53,7 @@ def check_data(
     sources += [Source(training)] if training.streaming else []
 
     def check_source(source: Source) -> None:
-        with contextlib.redirect_stdout(None):  # the run itself prints the file names
+        with contextlib.redirect_stdout(None):  # a run that follows prints the file names
             files_of(source) if source.is_files else None
         for tokenizer in tokenizers if (template := template_of(source.training)) else ():
             tokenizer.call(template.identity_of)
@@ -109,7 +109,7 @@ def _pack(cache: TokenCache, tokenizer: Tokenizer, training: Training, *, seed: 
     """Return the packed sequences of a cache's training split, and the identity of the packing alone."""
     if training.packing == "concatenate":
         return PackedSequences(cache.tokens("train"), tokenizer, training, seed=seed), ""
-    from titanlite.techniques.data.best_fit import BestFitSequences, open_best_fit  # here, since most runs concatenate
+    from titanlite.techniques.data.best_fit import BestFitSequences, open_best_fit  # imported here: few runs use it
 
     packing = open_best_fit(cache, "train", training, builds_cache=cache.is_builder)
     return BestFitSequences(packing, training, seed=seed), f"/best fit {packing.identity}"

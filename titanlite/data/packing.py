@@ -31,12 +31,11 @@ class Sequences(Protocol):
     """The training split as an endless order of packed sequences."""
 
     def read(self, first: int, stride: int) -> Iterator[tuple[Sequence, tuple[int, Any] | None]]:
-        """Yield sequences first, first + stride, ..., without end, with their streaming shard's index and state, if
-        any."""
+        """Yield sequences first, first + stride, ..., without end, with any streaming shard's index and state."""
 
 
 class Mixture(Sequences, Protocol):
-    """Sequences of several datasets (techniques/data/mixture.py). A `loader_state` is a Loader's, None at the start."""
+    """Sequences of several datasets (techniques/data/mixture.py). `loader_state`: of a Loader; None at the start."""
 
     identity: str
 

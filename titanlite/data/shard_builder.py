@@ -64,7 +64,7 @@ def build_shard(
     tokenizer: Tokenizer,
     at: Callable[[str, int], None] = lambda file, begin: None,
 ) -> Shard:
-    """Tokenize segments into a new file. `report` gets bytes read and tokens since its last call, and unread names;
+    """Tokenize segments into a new file. `report` gets bytes read and tokens since its last call, and unread columns;
     `at` gets the file and row that are read next. Raises ConfigError or TrainingError for unreadable rows."""
     unread, special = set[str](), options.source.training.special_tokens_in_text == "special"
     encode: Callable[[list[Any]], list[np.ndarray]] = functools.partial(encode_documents, tokenizer, special=special)
@@ -90,7 +90,7 @@ def build_shard(
     def documents() -> Iterator[tuple[Split, np.ndarray, int]]:
         document = 0
         for texts, tokens, n_bytes in encoded():
-            if not (number or document or special or options.template):  # the first documents of a dataset
+            if not (number or document or special or options.template):  # search a dataset's first documents only
                 unread.update(spelled(tokenizer, texts[:N_SEARCHED]))
             for text, own in zip(texts, tokens, strict=True):
                 if options.rows:

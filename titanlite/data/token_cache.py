@@ -79,7 +79,7 @@ def open_cache(
     option = f"training.cache_folder = {show(cache_folder)}"
     folder = Path(os.path.expanduser(cache_folder)) / _of_builder(find, builds_cache)
     dtype = token_shards.dtype_for(tokenizer.vocab_size, has_targets=template is not None)
-    mark("the token cache", limited=builds_cache)  # the builder reports progress; waiting ranks have no limit
+    mark("the token cache", limited=builds_cache)  # no time limit for waiting ranks; the builder reports progress
     if not builds_cache:
         cache = TokenCache(folder, _wait(folder, dtype))
     elif (cache := _complete_cache(folder, dtype, option, verifies=verifies)) is None:
@@ -124,7 +124,7 @@ def _of_builder(find: Callable[[], str], builds_cache: bool) -> str:
     for each in found:
         if isinstance(each, Exception):
             raise each
-    return next(filter(None, reversed(found)), "")  # a node's ranks are consecutive, the builder first
+    return next(filter(None, reversed(found)), "")  # the builder is its node's first rank; ranks are consecutive
 
 
 def _wait(folder: Path, dtype: DType) -> Index:

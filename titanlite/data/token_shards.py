@@ -34,10 +34,10 @@ from titanlite.config.regular_file import open_file, read_file
 from titanlite.files import safetensors
 from titanlite.files.durable import Checksum, Int63, Record, cannot_read, checksum, first_problem, replace_file
 
-FORMAT = 6  # part of a cache's name; a change of the files' names, number or contents raises it
+FORMAT = 6  # version in a cache's name; raise it if the files' names, number or contents change
 INDEX = "tokens.json"
 HEADER, CHECKSUM_BLOCK = 4096, 2**16  # bytes of a shard's header; bytes per checksum
-LARGEST_INDEX = 2**28  # bytes of tokens.json
+LARGEST_INDEX = 2**28  # largest tokens.json in bytes
 OPEN_FILES = 64  # most files that a token cache, or a packing, keeps open in a process
 UNKNOWN_USER = 65534
 """Owner of root's files in a container whose user namespace does not map root (user_namespaces(7))."""

@@ -26,9 +26,9 @@ MEMORY = 7 * 2**28
 THREADS = 4
 """Cores per worker, of which reading and decompression use one."""
 MESSAGES: dict[str, TypeAdapter[Any]] = {
-    "error": TypeAdapter(tuple[bool, list[str]]),  # whether the error is a ConfigError; its lines
+    "error": TypeAdapter(tuple[bool, list[str]]),  # whether the error is a ConfigError; the error's lines
     "report": TypeAdapter(tuple[int, int, list[str]]),  # bytes and tokens since the last report; unread names
-    "at": TypeAdapter(tuple[str, int]),  # file and row that are read next
+    "at": TypeAdapter(tuple[str, int]),  # file and row that a worker reads next
 }
 """Types of the contents of a worker's messages, except results, by name."""
 

@@ -68,7 +68,7 @@ def main() -> None:
             send("error", (True, error.problems))
         except (TrainingError, OSError) as error:
             send("error", (False, [str(error)]))
-        except BaseException as error:  # a panic in the Rust library is no Exception
+        except BaseException as error:  # a panic in the Rust library is a BaseException
             problem = f"{path}: its tokenizer.json or chat template cannot be used: {reason_of(error)}"
             send("error", (True, [problem]))
 

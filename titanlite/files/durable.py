@@ -99,7 +99,7 @@ def write_synced(path: Path, data: bytes, mode: int = 0o666) -> None:
 def replace_file(path: Path, data: bytes, *, by_one: bool = True) -> None:
     """Replace a file atomically: after a crash, the file has the old content or the new. Raises OSError if the new
     content cannot be written. `by_one`: only one process replaces the file at a time, and overwrites the temporary file
-    of a killed process. Not `by_one`: several processes may do so at once; only this user may write the file."""
+    of a killed process. Not `by_one`: several processes may replace the file at once; only this user may write it."""
     replacement = path.with_name(f"{path.name}.tmp" if by_one else f"{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         write_synced(replacement, data, 0o666 if by_one else 0o644)

@@ -70,7 +70,7 @@ def _check_shapes(reader: Any, options: Model, dtype: torch.dtype) -> None:
     saved = {name.removeprefix("model."): shape for name, shape in reader.shapes.items() if name.startswith("model.")}
     saved = {name: shape for name, shape in saved.items() if not name.endswith(LOAD)}
     layers = {name.split(".")[1] for name in saved if name.startswith("layers.")}
-    if len(layers) != options.n_layers:  # checked first, since tensor_shapes builds n_layers
+    if len(layers) != options.n_layers:  # check first: tensor_shapes builds n_layers layers, however many
         problem = f"the checkpoint has {len(layers)} layers, and its [model] options say {options.n_layers}"
         raise ConfigError([f"{problem}; it is damaged"])
     shapes = tensor_shapes(options)
@@ -120,7 +120,7 @@ def _write_weights(reader: Any, options: Model, folder: Path, dtype: torch.dtype
                 tensor = to_hf(names, [reader.read(f"model.{name}") for name in names], options)
                 tensor = _cast(names[0], tensor, dtypes[each])
             else:
-                tensor = torch.zeros(shapes[names[0]])  # the model has no biases that balance experts
+                tensor = torch.zeros(shapes[names[0]])  # experts' balance biases, which the run did not train, are 0
             return tensor.unbind() if tensor.dim() == EXPERT_DIMS and not is_stacked(names[0], options) else [tensor]
 
         for number, group in enumerate(groups, 1):

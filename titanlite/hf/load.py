@@ -217,7 +217,7 @@ def _file_problems(file: Path, shapes: dict[str, torch.Size], grows: set[str]) -
 
 @contextlib.contextmanager
 def open_safetensors(file: Path, again: str = "download or export") -> Iterator[Any]:
-    """Open a safetensors file. Raises ConfigError for a damaged one, with the advice to `again` the file again."""
+    """Open a safetensors file. Raises ConfigError for a damaged one, with advice such as "download it again"."""
     if not file.is_file():  # a pipe is rejected, too: reading it would wait
         raise ConfigError([f"{file}: no such file; {again} the folder again"])
     try:
@@ -251,8 +251,8 @@ def _check_tied(files: dict[str, Path], embedding: nn.Parameter, options: Model)
 
 @torch.no_grad()
 def _fill(parameter: Tensor, name: str, files: dict[str, Path], options: Model) -> None:
-    """Copy this rank's shard of tensors into a parameter. Each parameter reopens the files, since an open file keeps
-    all data that was read in memory."""
+    """Copy this rank's shard of tensors into a parameter. Each parameter reopens the files, since an open file keeps in
+    memory all data that was read."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if local.numel() and is_stacked(name, options):
         with contextlib.ExitStack() as stack:

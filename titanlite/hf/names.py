@@ -124,7 +124,7 @@ def is_transposed(name: str, model: Model) -> bool:
 
 
 def rotated_channels(name: str, model: Model) -> int:
-    """Return how many of a head's first channels have another row order in transformers; 0: none."""
+    """Return how many first rows of each head in a weight have another order in transformers; 0: none."""
     layer, module, _ = _split(name)
     if model.mla.kv_lora_rank or names_of(model).neighbours or module not in ROTATED:
         return 0
@@ -132,7 +132,7 @@ def rotated_channels(name: str, model: Model) -> int:
 
 
 def _rows(name: str, model: Model) -> slice:
-    """Return the rows of a transformers tensor that are this tensor: all, unless it contains several."""
+    """Return which rows of a transformers tensor are this tensor: all, unless the former contains several tensors."""
     layer, module, _ = _split(name)
     queries, keys = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
     sizes = dict(zip(_QUERIES_KEYS_VALUES, (queries, keys, keys), strict=True))

@@ -43,7 +43,7 @@ class NewStores:
     use_agent_store = True
 
     def __init__(self, parameters: RendezvousParameters, address: str):
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # torch then creates no store
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # do not let torch create a store of its own
         self.handler, self.address = registry.get_rendezvous_handler(parameters), address
         self.server: dist.Store | None = None
 
@@ -60,7 +60,7 @@ class NewStores:
         return RendezvousInfo(met.store, met.rank, met.world_size, place)
 
     def num_nodes_waiting(self) -> int:
-        """Return how many nodes wait to join. If some do, let the ranks save and end before the agent restarts them."""
+        """Return how many nodes wait to join. If nodes wait, let ranks save and end before the agent restarts them."""
         if n_waiting := self.handler.num_nodes_waiting():
             ranks = children(os.getpid())
             send(ranks, signal.SIGTERM)
@@ -93,14 +93,14 @@ class Agent(LocalElasticAgent):
             failed = {rank: status for rank, pid in pids.items() if (status := status_of(pid))}
             send((pid for pid in pids.values() if status_of(pid) is None), signal.SIGKILL)
         result = super()._monitor_workers(worker_group)
-        if not failed:  # ranks failed just now, or status_of could not tell
+        if not failed:  # torch's agent may know failures that status_of missed
             failed = {rank: failure.exitcode for rank, failure in result.failures.items()}
             messages = [self._record(*each) for each in failed.items()]
         for message in filter(None, messages):
             print_to_console(message)
         self.statuses = failed
         if failed and ({2, process.STOPPED} & {*failed.values()} or self.signals.stopping):
-            raise NoRestartError  # restarted ranks would end again: a wrong config, or a stop
+            raise NoRestartError  # ranks restarted after a wrong config or a stop would end again
         if result.is_failed() and self.restarts < worker_group.spec.max_restarts:
             self.restarts += 1
             print_to_console(f"restart {self.restarts} of {worker_group.spec.max_restarts}")
@@ -140,9 +140,9 @@ def run_ranks(
     find each other. After a failure, restart all ranks up to max_restarts times. Only the main thread may call this."""
     os.environ.update(environment)
     if "LOGLEVEL" not in os.environ:
-        logging.disable(logging.ERROR)  # this module reports failures itself
+        logging.disable(logging.ERROR)  # silence torch's reports: this module has its own
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # LauncherSignals passes other signals on to the ranks
-    signal.pthread_sigmask(signal.SIG_BLOCK, process.SIGNALS)  # ranks inherit this mask until they listen
+    signal.pthread_sigmask(signal.SIG_BLOCK, process.SIGNALS)  # blocked in each rank until its signal handlers exist
     parameters, local_address = rendezvous(environment)
     store, place = NewStores(parameters, local_address), {"local_world_size": ranks, "local_addr": local_address}
     program = {"entrypoint": command[0], "args": tuple(command[1:])}
@@ -171,11 +171,11 @@ def rendezvous(environment: Mapping[str, str]) -> tuple[RendezvousParameters, st
         return RendezvousParameters("c10d", f"{address}:0", uuid.uuid4().hex, 1, 1, address, is_host=True), address
     first, port = environment["MASTER_ADDR"], int(environment.get("MASTER_PORT") or 29500)
     run_id, is_host = environment.get("JOB_ID") or "titanlite", int(environment["NODE_RANK"]) == 0
-    # By itself, torch tells other nodes this node's own name. If that name is not MASTER_ADDR, or means another
-    # interface, all nodes wait forever.
+    # By default, torch tells other nodes this node's host name. If the host name is not MASTER_ADDR, or belongs to
+    # another network interface, all nodes wait forever.
     with progress(f"waiting until MASTER_ADDR = {first} has an address"):
         address = _address_towards(first, port)
-    nodes, options = (int(least), int(most or least)), {"is_host": is_host, "read_timeout": 300}  # seconds
+    nodes, options = (int(least), int(most or least)), {"is_host": is_host, "read_timeout": 300}  # timeout in seconds
     return RendezvousParameters("c10d", f"{first}:{port}", run_id, *nodes, address, **options), address
 
 
@@ -186,7 +186,7 @@ def _address_towards(host: str, port: int, seconds: float = 60.0) -> str:
         try:
             family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind) as probe:
-                probe.connect(target)  # connecting UDP sends nothing, and chooses the interface
+                probe.connect(target)  # a UDP connect sends nothing, but chooses the interface
                 return probe.getsockname()[0]
         except (OSError, UnicodeError) as error:  # UnicodeError: DNS cannot have such a name
             if time.monotonic() > deadline:
@@ -226,7 +226,7 @@ def _kill_stopped_ranks(agent: Agent, finished: threading.Event) -> None:
 
 def status_of(pid: int) -> int | None:
     """Return a child process's exit status without reaping it; 0 if already reaped, None if running or unknown."""
-    if not hasattr(os, "waitid"):  # macOS
+    if not hasattr(os, "waitid"):  # macOS lacks waitid
         return None
     try:
         result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -61,7 +61,7 @@ def main() -> None:
         problem = f"titanlite {name}: out of memory: {reason}; is ulimit -v too low?"
     except OSError as error:
         status = 2 if error.errno in (errno.ENAMETOOLONG, errno.ELOOP) else 1
-        if error.filename is None:  # standard output: the disk is full, or a reader such as `head` has ended
+        if error.filename is None:  # writing to stdout failed: the disk is full, or a reader such as `head` has ended
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         what = printable(f"{error.filename or 'standard output'}: {error.strerror or error}")
         problem = "" if isinstance(error, BrokenPipeError) else what if status == 2 else f"titanlite {name}: {what}"
@@ -82,7 +82,7 @@ def run(name: str, arguments: list[str]) -> int:
     else:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM ends a command as Ctrl-C does
     if process.ENDS_WITH_STDIN in os.environ:
-        process.end_after(sys.stdin.read, "standard input", status=0)  # torchrun does not report status 0
+        process.end_after(sys.stdin.read, "standard input", status=0)  # torchrun reports any other status as a failure
     return run_command(name, arguments)
 
 
@@ -97,6 +97,6 @@ def run_command(name: str, arguments: list[str]) -> int:
         module, _ = COMMANDS[name]  # imported here, so that a command does not import other commands' modules
         return importlib.import_module(module).main(arguments)
     except ConfigError as error:
-        if name not in ("generate", "eval") or os.environ.get("LOCAL_RANK", "0") == "0":  # ranks find the same problems
+        if name not in ("generate", "eval") or os.environ.get("LOCAL_RANK", "0") == "0":  # rank 0 prints for all ranks
             print_problems(error)
         return 2

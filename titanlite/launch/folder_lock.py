@@ -39,7 +39,7 @@ class FolderInUse(ConfigError):
 class Holder(Record):
     """The content of a lock file: a process, and when it locked the folder."""
 
-    beat: Annotated[str, Field(pattern=r"^[0-9]{12}$")]  # the first key, so that its bytes have a fixed place
+    beat: Annotated[str, Field(pattern=r"^[0-9]{12}$")]  # the first key, so that `beat` has a fixed place in the file
     node: Name
     machine: Name
     """Name of a kernel since its start, and of a process table, within which process IDs can be compared."""
@@ -116,7 +116,7 @@ class FolderLock:
                 found = _read(self.path)
                 if found is not None and _token(found) != self.token and self._is_dead(found):
                     self._withdraw(found)
-            for left in self.folder.glob(f"{self.path.name}.*"):  # left by processes that died in _withdraw
+            for left in self.folder.glob(f"{self.path.name}.*"):  # files of processes that died in _withdraw
                 left.unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError([f"{self.purpose}: cannot be written: {error.strerror}"]) from None
@@ -130,7 +130,7 @@ class FolderLock:
             self._released.set()
             self._thread.join()
             self._thread = None
-            with contextlib.suppress(OSError, ConfigError):  # a lock that stays counts as a dead process's
+            with contextlib.suppress(OSError, ConfigError):  # others take over a lock without a heartbeat
                 found = _read(self.path)
                 if _token(found) == self.token:
                     self._withdraw(found)

@@ -93,7 +93,7 @@ def check_folders(loaded: LoadedConfig[Config]) -> None:
 
 
 def load_and_check(argv: list[str], use: Callable[[LoadedConfig[Config]], Any]) -> LoadedConfig[Config]:
-    """Load a config. Raises ConfigError with all problems of options and folders, and of `use` of right options."""
+    """Load a config. Raises ConfigError with the problems of options, of folders, and of `use` of right options."""
     problems, checks, (own, options) = list[str](), [use, check_folders], take_own(argv)
     try:
         loaded = load(options, own)
@@ -141,11 +141,11 @@ def require_place(environment: Mapping[str, str], ranks: int = 1) -> None:
         count(environment, "MASTER_PORT", 1, 65535)
         count(environment, "NODE_RANK", 0, nodes - 1)
     first = min(text_of(environment, "LOG_RANK", "0").split(","), key=int)
-    count({"LOG_RANK": first}, "LOG_RANK", 0, ranks - 1)  # a higher number would show no rank
+    count({"LOG_RANK": first}, "LOG_RANK", 0, ranks - 1)  # no rank has a higher number
 
 
 def launch_variables(loaded: LoadedConfig[Config]) -> dict[str, str]:
-    """Write the config for the ranks, and return their environment variables. Raises ConfigError if that fails."""
+    """Write the ranks' config, and return their environment variables. Raises ConfigError if the file is unwritable."""
     dump_folder = loaded.config.job.dump_folder
     folder = Path(dump_folder) / "logs"
     try:
@@ -185,14 +185,14 @@ def run_on_ranks(ranks: int, arguments: list[str]) -> int:
     with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True) as torchrun:
         try:
             return torchrun.wait()
-        except BaseException:  # Ctrl-C
+        except BaseException:  # Ctrl-C is no Exception
             torchrun.kill()
             raise
 
 
 def environment_of_ranks(ranks: int) -> dict[str, str]:
     return {
-        # Without this, torchrun's agent gives each rank a single thread.
+        # Without OMP_NUM_THREADS, torchrun's agent gives each rank a single thread.
         "OMP_NUM_THREADS": str(max(available_cores() // ranks, 1)),
         # Expandable segments lose less memory to fragmentation. torch also reads the older name PYTORCH_CUDA_ALLOC_CONF
         # (2.13 prefers it), so a user's value of the older name is kept.

@@ -68,11 +68,11 @@ class Signals:
 
         def read() -> None:
             while numbers := os.read(read_end, 64):
-                for number in filter(SIGNALS.__contains__, numbers):  # the pipe has every signal with a Python handler
+                for number in filter(SIGNALS.__contains__, numbers):  # other signals with handlers are in the pipe, too
                     received(number)
 
         threading.Thread(target=read, name="signals", daemon=True).start()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher starts ranks with these blocked
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher starts ranks with blocked signals
 
     def received_by_rank(self, number: int) -> None:
         """Record a signal that a rank has received, or end the process."""
@@ -167,7 +167,7 @@ def start_rank() -> None:
         return
     prepare(is_command=False)
     signals.listen(signals.received_by_rank)
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is torchrun; a shell could end before the rank
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is torchrun, not a shell, which could end earlier
         _end_with_parent()
     if folder := os.environ.get(LOG_FOLDER):
         keep_log(folder)
@@ -219,7 +219,7 @@ def keep_log(folder: str) -> None:
         log = open_own(log_file(folder, int(os.environ.get("RANK", 0))), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError:  # a full disk must not end the run
         log = os.open(os.devnull, os.O_WRONLY)
-    append(log, time.strftime("started %Y-%m-%d %H:%M:%S %z\n"))  # the file may have lines of earlier starts
+    append(log, time.strftime("started %Y-%m-%d %H:%M:%S %z\n"))  # the file may contain lines of earlier starts
     shown = (os.environ.get("LOG_RANK") or "0").split(",")
     if LOG_FOLDER in os.environ and os.environ.get("LOCAL_RANK") not in shown:
         console = os.dup(2)

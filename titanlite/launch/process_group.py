@@ -36,7 +36,7 @@ def watch(launch: Launch, comm: Comm, dump_folder: str) -> OneRank:
     """Return the object that ends this rank after an error: a Watchdog, if there are other ranks to watch."""
     if launch.world_size == 1:
         return OneRank(launch)
-    from titanlite.launch.watchdog import Watchdog  # imported here, since one rank watches no other
+    from titanlite.launch.watchdog import Watchdog  # imported here: a single rank needs no watchdog
 
     return Watchdog(launch, comm, Path(dump_folder))
 
@@ -60,8 +60,8 @@ def process_group(
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
             os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", os.path.join(dump_folder, "flight_recorder_rank_"))
-    # With this, a gloo rank connects to another rank when it first sends to that rank; otherwise to all ranks per
-    # group.
+    # gloo connects two ranks of a group when one first sends to the other, and not all pairs of ranks when the group
+    # is created.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     raise_open_file_limit()
     # gloo beside NCCL is for tensors in host memory: the data's identity, steps of checkpoints, the last barrier.
@@ -81,7 +81,7 @@ def process_group(
         arguments = {"store": store, "rank": launch.rank, "world_size": launch.world_size}
     dist.init_process_group(backend, timeout=timeout, **arguments)
     if options and launch.world_size > 1:
-        from titanlite.launch.same_config import require_same  # imported here, since one rank is compared with no other
+        from titanlite.launch.same_config import require_same  # imported here: a single rank has nothing to compare
 
         require_same(options)
     yield

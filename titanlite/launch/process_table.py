@@ -17,7 +17,7 @@ def machine() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
-    except OSError:  # this name is unique, so only heartbeats tell who is alive
+    except OSError:  # no name is equal to a random one: only heartbeats show living processes
         return secrets.token_hex(16)
 
 
@@ -32,7 +32,7 @@ def process_start_time(pid: int) -> str | None:
     except OSError:  # /proc may hide other users' processes (hidepid)
         try:
             os.kill(pid, 0)
-        except OSError as error:  # any other error: the process exists
+        except OSError as error:  # after any other error, the process exists
             return "" if isinstance(error, ProcessLookupError) else None
         return None
     return "" if fields[0] in "ZX" else fields[19]

@@ -25,7 +25,7 @@ def code() -> dict[str, str]:
 def require_same(options: Mapping[str, Any]) -> None:
     """Raise ConfigError, the same on all ranks, if options or files of the package differ between ranks."""
     options = {**options, **dict(sorted(code().items()))}
-    own_hash = int(checksum(json.dumps(options).encode()), 16) >> 1  # shifted into an int64
+    own_hash = int(checksum(json.dumps(options).encode()), 16) >> 1  # shifted right to fit an int64
     extremes = torch.tensor([own_hash, -own_hash])
     dist.all_reduce(extremes, dist.ReduceOp.MAX)
     if not extremes.sum():

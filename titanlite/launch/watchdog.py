@@ -63,7 +63,7 @@ class Watchdog(OneRank):
             self._finished.set()
 
     def end(self, message: str, status: int, *, lost_connection: bool = False) -> None:
-        """End all ranks because of an error; each node prints the first error. lost_connection: wait for that error."""
+        """End all ranks after an error; each node prints the first. lost_connection: wait for another rank's error."""
         deadline = time.monotonic() + RECORD_SECONDS
         while lost_connection and self._begun and time.monotonic() < deadline:
             time.sleep(0.1)  # _beat ends this process when it reads a failure
@@ -94,10 +94,10 @@ class Watchdog(OneRank):
             process.with_deadline(self._dump_stacks)
             hanging = record["hanging"]
             if hanging.get("silent") and hanging["machine"] == self.machine and hanging["rank"] != self.launch.rank:
-                send([hanging["process"]], signal.SIGKILL)  # a rank that SIGSTOP stopped cannot end by itself
+                send([hanging["process"]], signal.SIGKILL)  # a rank that is stopped by SIGSTOP cannot end by itself
         process.clean_up()
         if record["message"]:
-            if speaks and self.launch.local_world_size > 1:  # this rank's message must be the last line
+            if speaks and self.launch.local_world_size > 1:  # print this rank's message last, after other ranks' lines
                 wait_for_end({*children(os.getppid())} - {os.getpid()}, RECORD_SECONDS)
             process.print_to_console(record["message"], hidden=not speaks)
         process.exit_process(record["status"])
@@ -175,7 +175,7 @@ class Watchdog(OneRank):
         self._end(self._record(message if self.launch.local_rank == 0 else ""))  # one message per node
 
     def _hang(self, silent: int | None = None) -> dict[str, Any] | None:
-        """Return the record of a hang, of a silent rank or the ranks behind; None if all ranks may be compiling."""
+        """Return the record of a hang: a silent rank, or the slowest ranks; None if all ranks may be compiling."""
         keys, missing = [f"rank/{rank}" for rank in range(self.launch.world_size)], []
         if not self._store.check(keys):
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]

@@ -113,7 +113,7 @@ DEVICES = {
 
 
 def find_by_gpu_name(name: str) -> Device | None:
-    """Return the first device whose name_pattern is in `name`, from torch.cuda.get_device_name; None if none is."""
+    """Return the first device whose name_pattern is in `name`, from torch.cuda.get_device_name; None without one."""
     return next((device for device in DEVICES.values() if device.name_pattern and device.name_pattern in name), None)
 
 

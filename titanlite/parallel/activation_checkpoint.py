@@ -60,7 +60,7 @@ def apply_activation_checkpoint(model: Llama, activation_checkpoint: ActivationC
         recompute = functools.partial(recompute, context_fn={"every_second_mm": _every_second_mm}.get(option, save))
     for number, block in model.layers.items():
         if by_operator and isinstance(block.feed_forward, RunsUncompiled):
-            # AC wraps the block in two halves. Only the first half, `attend`, is compiled, with its AC inside.
+            # AC wraps each half of the block. Only the first half, `attend`, is compiled, AC included.
             block.attend = checkpointed_half(recompute, block.attend)
             block.feed_forward.forward = _checkpointed(recompute, block.feed_forward.forward)
         elif mode == "full" or by_operator or int(number) % option == 0:

@@ -66,7 +66,7 @@ def axes_of(mesh: DeviceMesh, axis: str) -> DeviceMesh:
 
 def use_in_place(model: nn.Module, parallelism: Parallelism, training: Training) -> None:
     """Let fully_shard compute with unsharded weights (one shard) in place, not with copies, if the compute dtype is the
-    weights' dtype; on one rank, gradients are not copied either. Call it before the first forward. fully_shard calls
+    weights' dtype; on one rank, gradients are not copied either. Call this before the first forward. fully_shard calls
     two methods of a local tensor if they exist: `fsdp_pre_all_gather` returns what to gather, here nothing, and
     `fsdp_post_all_gather` returns the gathered weight. Private: `_local_tensor` (tried on torch 2.11 and 2.13)."""
     if training.mixed_precision_param != training.dtype or training.enable_cpu_offload:

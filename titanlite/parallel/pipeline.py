@@ -71,7 +71,7 @@ class PipelineRunner:
         stages = [pipeline_stage(stage, number, self.parallelism, **options) for number, stage in self.stages.items()]
         schedule_class = get_schedule_class(schedule)
         stage_or_stages = stages if issubclass(schedule_class, PipelineScheduleMulti) else stages[0]
-        # scale_grads=False: `_loss` divides by the global number of tokens, not by the number of microbatches.
+        # scale_grads=False, since `_loss` divides by the global number of tokens, not by the number of microbatches.
         self._schedule = schedule_class(stage_or_stages, self.n_microbatches, loss_fn=self._loss, scale_grads=False)
         self._loss_sum = self._valid = torch.zeros((), dtype=torch.float64, device=self.device)
         open_communicator(self.group, self._loss_sum)
@@ -115,7 +115,7 @@ class PipelineRunner:
         outputs: dict[int, Tensor] = {}  # stage outputs of the previous tick, by the number of the next stage
         for tick in range(len(microbatches) + n_stages - 1):
             due = [number for number in self.stages if 0 <= tick - number < len(microbatches)]
-            inputs = {number: outputs.pop(number) for number in due if number in outputs}  # this rank is the sender
+            inputs = {number: outputs.pop(number) for number in due if number in outputs}  # sent by this rank itself
             received = [number for number in due if number and number not in inputs]
             inputs |= {n: torch.empty(self.hidden_shape, dtype=self.dtype, device=self.device) for n in received}
             messages = [(dist.isend, outputs[number], self._rank_of[number]) for number in outputs]

@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 def with_sinks(out_BSHK: Tensor, lse_BHS: Tensor, sinks_H: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the attention output, changed in place, and log-sum-exp over all keys and the sinks. From both, an
-    attention backend's backward computes the right gradients of queries, keys and values."""
+    """Return the attention output, changed in place, and log-sum-exp over all keys and the sinks. From output and
+    log-sum-exp, an attention backend's backward computes the right gradients of queries, keys and values."""
     if sinks_H is None:
         return out_BSHK, lse_BHS
     sinks_H1 = sinks_H.to(lse_BHS.dtype).unsqueeze(1)

@@ -117,7 +117,7 @@ def tiles_of_step(
                     yield Tile((b, _slice(queries, i * length)), (b, _slice(keys, j * length + distance)), *kind)
 
 
-_Part = tuple[range, range, bool, bool]  # queries, keys (both relative to the queries' chunk), causal, flipped
+_Part = tuple[range, range, bool, bool]  # (queries, keys, causal, flipped); positions count from the queries' chunk
 
 
 def _band(position: int, bounds: list[int], distance: int, length: int, window: int) -> Iterator[_Part]:

@@ -69,7 +69,7 @@ def _modules(model: Llama) -> Iterator[tuple[str, nn.Module]]:
 
 def _targets(model: Llama, lora: Lora) -> dict[str, list[str]]:
     """Return the names of the modules that match each target. Raises ConfigError for a module that is not an nn.Linear
-    or is computed with the experts, and for a rank above its width."""
+    or is computed with the experts, and for lora.rank above the width of a module."""
     of_experts = tuple(f"{name}." for name, module in _modules(model) if isinstance(module, RunsUncompiled))
     names: dict[str, list[str]] = {target: [] for target in lora.targets}
     for name, module in _modules(model):

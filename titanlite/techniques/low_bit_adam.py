@@ -68,7 +68,7 @@ class LowBitAdam(AdamW8bit):
     Raises ConfigError for float8 states on a GPU below compute capability 8.9, for which the step cannot be compiled.
     """
 
-    _step_supports_amp_scaling = True  # see optimizer.clipped_step
+    _step_supports_amp_scaling = True  # `step` reads grad_scale and found_inf
     store = staticmethod(store)
 
     def __init__(self, groups: Iterable[dict[str, Any]], optimizer: Optimizer, *, full_precision: Iterable[Tensor]):

@@ -48,7 +48,7 @@ def newton_schulz(matrix: Tensor, n_steps: int) -> Tensor:
     a, b, c = COEFFICIENTS
     transposed = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.mT if transposed else matrix
-    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)  # all singular values are at most 1
+    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)  # make all singular values at most 1
     for _ in range(n_steps):
         product = x @ x.mT
         x = a * x + (b * product + c * product @ product) @ x
@@ -265,11 +265,11 @@ class Muon(torch.optim.Optimizer):
 
 
 def stage_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return the group of the ranks with this rank's pipeline stages, which all must call the function."""
+    """Return the group of the ranks with this rank's pipeline stages, all of which must call the function."""
     if mesh["pp"].size() == 1:
         return dist.group.WORLD
     ranks = mesh.mesh[mesh.get_local_rank("pp")].flatten().tolist()
-    return dist.new_group(ranks, use_local_synchronization=True)  # the default backends: `Muon._of_ranks` needs gloo
+    return dist.new_group(ranks, use_local_synchronization=True)  # no backend argument: Muon._of_ranks needs gloo, too
 
 
 def build_muon(

@@ -38,7 +38,7 @@ class Slot:
 class OffloadedAdam(torch.optim.Optimizer):
     """Adam or AdamW with optimizer states in host memory, which have the type and placements of their weight."""
 
-    _step_supports_amp_scaling = True  # see optimizer.clipped_step
+    _step_supports_amp_scaling = True  # `step` reads grad_scale and found_inf
 
     def __init__(self, groups: Iterable[dict[str, Any]], optimizer: Optimizer):
         betas = optimizer.beta1, optimizer.beta2
@@ -55,7 +55,7 @@ class OffloadedAdam(torch.optim.Optimizer):
         """Take a step with gradients divided by `grad_scale`; change nothing if `found_inf` is 1."""
         scaling = {name: getattr(self, name).cpu() for name in ("grad_scale", "found_inf") if hasattr(self, name)}
         if self._to_host:
-            self._to_host.wait_stream(torch.cuda.current_stream(self._device))  # the current stream computes gradients
+            self._to_host.wait_stream(torch.cuda.current_stream(self._device))  # the stream that computes the gradients
         work = [(group, weight) for group in self.param_groups for weight in group["params"] if weight.grad is not None]
         for number in range(len(work) + 1):
             if number < len(work):

@@ -144,8 +144,8 @@ def _and_more(names: list[str]) -> str:
 
 
 def _explanation(found: list[tuple[int, list[int], str]]) -> str:
-    """Return in one line which ranks computed or store what wrong. Gradients are summed over ranks, so wrong gradients
-    may come from another rank and are named only if no loss is wrong: a wrong loss is the rank's own error."""
+    """Return in one line which ranks computed or store which wrong values. Gradients are summed over ranks, so wrong
+    ones may come from another rank and are named only if no loss is wrong: a wrong loss is the rank's own error."""
     kinds = [
         "computed twice with different results",
         "computed twice with different results (or got it from a rank that did)",

@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
             print(f"error: {out}: cannot be written: {error}", file=sys.stderr)
             return 1
     if verifies:
-        from titanlite.tools.verify_export import verify  # imported here: an export needs no model
+        from titanlite.tools.verify_export import verify  # imported here: only verification builds a model
 
         return 0 if verify(checkpoint, out, options["ema"]) else 1
     return 0

@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     n_ranks, training = ranks_wanted(loaded, os.environ, n_devices=0), loaded.config.training
     config, _ = smaller(loaded, Launch(0, 0, n_ranks, n_ranks, 0), training.mixed_precision_param)
     check_memory(loaded.file, n_ranks)
-    from titanlite.tools.parity.process_pool import ProcessPool  # imported here: it imports torch
+    from titanlite.tools.parity.process_pool import ProcessPool  # imported here: process_pool imports torch
 
     others = "" if arguments.all else "(parallel/|techniques/|torch_)"
     files = rf"{HEART}|{re.escape(f'{PACKAGE}/')}{others}.*|{re.escape(own.place.rpartition(':')[0])}"
@@ -94,7 +94,7 @@ def print_lines(file: Path, ran: set[int]) -> tuple[int, int]:
     statements = set[int]()  # lines of statements that ran; of a block statement, only the header
     for node in nodes:
         extent = range(node.lineno, node.end_lineno + 1) if isinstance(node, (ast.stmt, ast.excepthandler)) else ()
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # a docstring
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # docstrings do not run
             others.update(extent)
         elif not ran.isdisjoint(extent):
             statements.update(range(node.lineno, node.body[0].lineno) if hasattr(node, "body") else extent)

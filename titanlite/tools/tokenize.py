@@ -56,7 +56,7 @@ def tokenize(argv: list[str]) -> None:
     loaded = load(config_arguments).config
     from titanlite.data.open import open_cache, open_mixture, open_sequences, token_caches, tokenizer_of_run
 
-    # Steps may depend on the number of ranks, tokens do not. A config that leaves the number open is resolved for one.
+    # Tokens do not depend on the number of ranks: a config that leaves this number open is resolved for one rank.
     config = resolve(loaded, max(loaded.parallelism.data_parallel_shard_degree, 1), on_cuda=False)
     if loaded.training.global_batch_size == loaded.parallelism.data_parallel_shard_degree == -1:
         ranks = quantity(config.parallelism.world_size, "rank")
@@ -76,7 +76,7 @@ def tokenize(argv: list[str]) -> None:
     if config.training.datasets:
         print_mixture(config, open_mixture(tokenizer, config.training, caches, seed=config.debug.seed))
     if arguments.show:
-        from titanlite.tools.tokenized_rows import show_rows  # imported here: it imports torch and rich
+        from titanlite.tools.tokenized_rows import show_rows  # imported here: tokenized_rows imports torch
 
         of_run = config.training, config.validation
         sequences, *_ = open_sequences(tokenizer, *of_run, seed=config.debug.seed, builds_cache=True)

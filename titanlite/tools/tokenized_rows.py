@@ -48,7 +48,7 @@ def show_rows(
 
 def row_text(tokenizer: Tokenizer, sequence: Sequence, training: Training, place: str) -> Text:
     """Return the text of a row: all input tokens, and the last target. Tokens that are targets are trained on."""
-    from titanlite.data.loader import SequenceShard, collate, count  # imported here: it imports torch
+    from titanlite.data.loader import SequenceShard, collate, count  # imported here: loader imports torch
     from titanlite.data.packing import PADDING
     from titanlite.loss import IGNORED
 

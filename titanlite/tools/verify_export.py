@@ -104,12 +104,12 @@ def load_llama(folder: ModelFolder, dtype: torch.dtype, length: int, ema: bool) 
 
 
 def load_hf(folder: Path, *, has_experts: bool) -> Any:
-    """Return transformers' model of a folder in float64. Raises ConfigError if they have different tensors."""
+    """Return transformers' model of a folder in float64. Raises ConfigError if the two have different tensors."""
     from transformers import AutoModelForCausalLM
 
     try:
         choices = {"dtype": torch.float64, "attn_implementation": "eager", "output_loading_info": True}
-        choices |= {"experts_implementation": "eager"} if has_experts else {}  # grouped products lack float64
+        choices |= {"experts_implementation": "eager"} if has_experts else {}  # torch's grouped products lack float64
         model, info = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **choices)
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError([f"{folder}: transformers cannot load it: {' '.join(str(error).split())[:300]}"]) from None

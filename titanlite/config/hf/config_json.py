@@ -93,7 +93,7 @@ def _config_and_type(folder: Path) -> tuple[JsonObject, str]:
     """Return the values and the model type of a folder's config.json. Raises ConfigError for an unsupported type."""
     problems: list[str] = []
     config = JsonObject(f"{folder / 'config.json'}: ", read_json_object(folder / "config.json"), problems)
-    if config.values.get("model_type") == "kimi_k2":  # transformers does not know kimi_k2, a DeepSeek-V3
+    if config.values.get("model_type") == "kimi_k2":  # a DeepSeek-V3 by a name that transformers lacks
         config.values["model_type"] = "deepseek_v3"
     model_type = config.values.get("model_type")
     if isinstance(model_type, str) and model_type not in FAMILIES:
@@ -101,7 +101,7 @@ def _config_and_type(folder: Path) -> tuple[JsonObject, str]:
         config.reject("model_type", f"unsupported{has and ': it has '}{has}; supported: {supported}")
     else:
         config.choice("model_type", tuple(FAMILIES))
-    if problems:  # each model type gives the other keys its own meaning
+    if problems:  # without a model type, the meaning of the other keys is unknown
         raise ConfigError(problems)
     return JsonObject(config.where, config.values, problems, names=FAMILIES[model_type].names), model_type
 

@@ -93,7 +93,7 @@ def _own_of_gpt_oss(model: Section) -> set[bool]:
 
 
 def _routes(model: Section, own: bool = False, in_every_layer: bool = True, normalizes: bool = True) -> bool:
-    """Return whether routing is a softmax over all experts; if set, with experts in every layer, scores normalized."""
+    """Return whether routing is a softmax over all experts; if asked, in every layer, with scores that sum to 1."""
     moe = model.moe
     plain = moe.score_function == "softmax" and moe.score_scaling == 1 and not moe.n_shared_experts
     plain = plain and moe.n_groups_per_token == moe.n_groups and (moe.normalize_scores or not normalizes)
@@ -110,7 +110,7 @@ def _routes_as_glm(model: Section) -> bool:
 
 
 FITS: dict[str, Callable[[Section], bool]] = {
-    "llama": lambda model: model.dim % model.n_heads == 0,  # transformers checks this for Llama, not for Mistral
+    "llama": lambda model: model.dim % model.n_heads == 0,  # transformers requires it for Llama, not for Mistral
     "mixtral": _routes,
     "qwen3_moe": lambda model: _routes(model, in_every_layer=False, normalizes=False),
     "olmoe": lambda model: _routes(model, normalizes=False) and _heads_are_as_wide(model),

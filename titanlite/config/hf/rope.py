@@ -32,7 +32,7 @@ def rope_at(config: JsonObject, key: str, theta: float, rotated: float | None = 
         rope.values[name] = LONGROPE.get(rope.values.get(name), rope.values.get(name))
     kinds = [each for each in SCALINGS if each != "longrope" or model_type == "phi3"]
     kind = rope.choice(name, tuple(kinds), "default")
-    if name in rope.rejected:  # the type decides which other keys are valid
+    if name in rope.rejected:  # without a type, it is unknown which other keys are valid
         return options
     known = ROPE_KEYS | SCALINGS[kind].keys
     if kind == "yarn" and model_type in MSCALES:

@@ -90,7 +90,7 @@ class ChatTemplate:
             *_, words = self._source(row.tools)
             unread |= unread_keys(training, row.messages, words)
             special = training.special_tokens_in_text == "special"
-            if self._searched < N_SEARCHED and not special:  # checks the first conversations only
+            if self._searched < N_SEARCHED and not special:  # check only the first conversations for special tokens
                 self._searched += 1
                 unread |= spelled(self.tokenizer, [f"{row.messages}{row.tools}"])
             found = self.conversations(row, special=special)
@@ -151,7 +151,7 @@ class ChatTemplate:
         for own, encoding in zip(conversations, encodings, strict=True):
             begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
             limits = np.array([*own.trained, (2**62, 2**62)], np.int64)
-            near = limits[np.searchsorted(limits[:, 1], begins, side="right")]  # first region to end after each token
+            near = limits[np.searchsorted(limits[:, 1], begins, side="right")]  # a token's trained region or the next
             ids = np.array(encoding.ids, np.uint32)
             tokens.append(np.where(near[:, 0] < np.maximum(ends, begins + 1), ids, ids | bit).astype(dtype))
         return tokens
@@ -225,7 +225,7 @@ class ChatTemplate:
     def _before(self, messages: list[dict[str, Any]], tools: Any, through: str) -> str:
         """Return the rendered text before an answer, the last of `messages`. `through`: the text of all messages."""
         if len(messages) > 1:
-            with contextlib.suppress(ValueError):  # some templates cannot render every beginning
+            with contextlib.suppress(ValueError):  # some templates reject a conversation without its last answer
                 return self._render(messages[:-1], tools, add_generation_prompt=True)
         prompt = self._render(messages, tools, add_generation_prompt=True).removeprefix(through)
         if prompt and prompt in through:

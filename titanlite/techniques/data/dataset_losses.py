@@ -26,7 +26,7 @@ class DatasetLosses(Observer):
     ):
         self.mixture, self.loader, self.data_rank, self.device = mixture, loader, data_rank, train_step.device
         self.batch_size, self.degree = training.global_batch_size, train_step.parallelism.data_parallel_degree
-        self.tokens = training.seq_len // train_step.parallelism.context_parallel_degree  # this rank's, per sequence
+        self.tokens = training.seq_len // train_step.parallelism.context_parallel_degree  # tokens of a local sequence
         self._recorded: list[Tensor] | None = None
         self._totals = self._zeros()
         if train_step.contributes_loss:

@@ -128,7 +128,7 @@ class MixedSequences:
         return [each.name for each in self.components]
 
     def datasets_of(self, positions: Iterable[int]) -> list[int]:
-        """Return the number of the dataset of the sequence at each global index. `positions` must ascend."""
+        """Return the index of the dataset that the sequence at each global index is from. `positions` must ascend."""
         blocks = ((position, self._block_near(position)) for position in positions)
         return [self._walk(block)[0][position - block.first][0] for position, block in blocks]
 
@@ -202,7 +202,7 @@ class MixedSequences:
         counts, left = [0.0] * len(self.components), float(n)
         while left and (active := {i: self.components[i] for i in self._active(counts)}):
             total = sum(each.share for each in active.values())
-            ends = {}  # dataset -> sequences of the mixture until the dataset reaches its limit
+            ends = {}  # dataset -> further sequences of the mixture until the dataset reaches its limit
             for i, each in active.items():
                 ends[i] = math.inf if each.limit is None else (each.limit - counts[i]) * total / each.share
             taken = min(left, *ends.values())
@@ -230,7 +230,7 @@ class MixedSequences:
         end = MIXTURE_BLOCK  # index in the block from which all datasets are used up; shuffling does not cross `end`
         while len(chosen) < MIXTURE_BLOCK:
             chosen += self._choose(counts, phase, MIXTURE_BLOCK - len(chosen))
-            if counts[chosen[-1]] == self.components[chosen[-1]].limit:  # the dataset is used up
+            if counts[chosen[-1]] == self.components[chosen[-1]].limit:  # the chosen dataset is used up
                 phase = tuple(counts)
                 end = end if self._active(counts) else len(chosen)
         after = MixtureBlock(block.first + MIXTURE_BLOCK, tuple(counts), phase)

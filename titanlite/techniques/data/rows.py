@@ -32,7 +32,7 @@ class Row(NamedTuple):
 
 def conversation_of(training: Training, values: dict[str, Any]) -> Row:
     """Return the conversation of a row with columns `values`. Raises ValueError if there is no conversation."""
-    if training.dataset != "json":  # a table has null where a row lacks another row's key
+    if training.dataset != "json":  # Parquet and Arrow store null for a key that a row lacks
         values = _without_nulls(values)
     tools = tools_of(values.get(TOOLS))
     if training.dataset_format == "prompt_response":
@@ -77,7 +77,7 @@ def _message(row: Any, number: int) -> dict[str, Any]:
     if content is None and not message.get("tool_calls"):
         raise ValueError(f'message {number}: expected "content", or "tool_calls"; found only {", ".join(message)}')
     is_list = isinstance(content, list) and all(isinstance(part, dict) for part in content)
-    if content is not None and not is_list:  # the template reads a list of parts
+    if content is not None and not is_list:  # a list of parts goes to the template unchanged
         message["content"] = text_of(content, f"content of message {number}")
     return message
 

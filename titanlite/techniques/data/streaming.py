@@ -48,7 +48,7 @@ def partition(segments: list[Segment], n: int) -> list[list[Segment]]:
     shards: list[list[Segment]] = [[] for _ in range(n)]
     if all(map(is_splittable, segments)):
         total = sum(segment.bytes for segment in segments)
-        first = 0  # bytes before the segment
+        first = 0  # bytes in earlier segments
         for segment in segments:
             n_rows = segment.end - segment.begin
             for number, shard in enumerate(shards):
@@ -163,7 +163,7 @@ class StreamingSequences:
                 advance -= taken
                 if pending[0][2] == len(tokens):
                     pending.popleft()
-            position, _, used = pending[0]  # the last token, shared with the next sequence, is pending
+            position, _, used = pending[0]  # not empty: the next sequence begins with this one's last token
             yield sequence, {"position": position, "used": used}
 
     def _documents(self, shard: int, start: ShardState) -> Iterator[tuple[Any, np.ndarray, int]]:

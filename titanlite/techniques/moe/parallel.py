@@ -197,7 +197,7 @@ class _ExchangedExperts(torch.autograd.Function):
         arriving = exchange.send_rows(d_y_MD.contiguous())
         saved = ctx.keeper.saved_tensors
         weights, (scores, by_rank_M, by_expert, *rows) = saved[: ctx.n_weights], saved[ctx.n_weights :]
-        nodes = ctx.of_rows, ctx.of_weights  # the node of frozen weights is None
+        nodes = ctx.of_rows, ctx.of_weights  # autograd nodes; frozen weights have None
         for_rows, for_weights = (node is not None and torch._C._will_engine_execute_node(node) for node in nodes)
         (w1, w2, w3, *biases), d_weights = weights, list(map(torch.empty_like, weights)) if for_weights else weights
         sent, d_scores, n = [], [], len(w1)

@@ -101,12 +101,12 @@ class Replicas(OneGroup):
 
     def _connect(self) -> None:
         section = self.section
-        # Titanlite logs a failure in one line. torchft reads RUST_LOG when it is imported.
+        # Silence torchft: titanlite logs a failure in one line. torchft reads RUST_LOG when it is imported.
         os.environ.setdefault("RUST_LOG", "error")
         import torchft
 
         logging.getLogger("torchft").setLevel(logging.CRITICAL)
-        warnings.filterwarnings("ignore", module="torch.distributed._serialization")  # warns of read-only bytes
+        warnings.filterwarnings("ignore", module="torch.distributed._serialization")  # torch warns of read-only bytes
         self._groups = (torchft.ProcessGroupNCCL if self.device.type == "cuda" else torchft.ProcessGroupGloo)(
             timedelta(milliseconds=section.process_group_timeout_ms)
         )
@@ -159,7 +159,7 @@ class Replicas(OneGroup):
         before the step. Raises TrainingError if the group was asked to stop while it waited for other groups."""
         while self.manager.current_step() < last:
             self._join()
-            if self.manager.current_step() < last:  # `_join` may have recovered the state of the last step
+            if self.manager.current_step() < last:  # `_join` may have copied the state of `last` from another group
                 yield self.manager.current_step() + 1
 
     def _join(self) -> None:
@@ -206,7 +206,7 @@ class Replicas(OneGroup):
     def count(self, valid: Tensor) -> None:
         """Sum a step's number of tokens over the participants, in place, and compare the groups' configs and weights.
         Does nothing between `totals` and the next step. Raises ConfigError if this group is new and does not fit the
-        other groups. Raises TrainingError if no group is new, and weights differ from those of a group with a smaller
+        other groups. Raises TrainingError if no group is new, and weights differ from those of a group of smaller
         number."""
         if self._group_state is not GroupState.PARTICIPANT:
             return

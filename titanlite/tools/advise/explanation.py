@@ -66,7 +66,7 @@ def explain(search: Search) -> list[str]:
 
 
 def _explain_doubts(search: Search, layout: PlannedLayout) -> list[str]:
-    """Return a line about the layouts whose speed plans cannot tell apart from a layout's, and what would tell."""
+    """Return a line about layouts that, by their plans, may be as fast as a layout, and about how to find out."""
     doubts = []
     for other in (one for one in search.fitting() if one is not layout):
         wrong, group = spread_of_difference(layout.spread, other.spread)

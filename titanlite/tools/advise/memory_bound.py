@@ -35,7 +35,7 @@ def estimate_bytes(task: Task, candidate: Candidate) -> float:
         messages = 2 * tokens * model.dim * n_microbatches * (2 if schedule == "1F1B" else 3.5 * candidate.stages)
         if schedule in SPLIT_BACKWARD:
             gathered += mesh.pp * n_layers / candidate.stages * between
-    # A logit takes 2 bytes, which its gradient reuses if compiled; otherwise intermediate results take 8 more.
+    # A logit and its gradient share 2 bytes if the loss is compiled; otherwise intermediate results take 8 bytes more.
     logits = (2 if candidate.compiled else 10) * matrix / model.dim * tokens * mesh.tp / candidate.loss_chunks(task)
     total = own_weights * STATE_BYTES + gathered + in_flight * saved + max(working, logits) + messages
     degrees = [mesh.pp, mesh.dp_replicate, shards, mesh.tp, mesh.cp // mesh.ulysses, mesh.ulysses]
@@ -89,8 +89,8 @@ def _layer_bytes(task: Task, candidate: Candidate) -> tuple[float, float, float]
     hidden, products = dense * (2 if model.gated_ffn else 1) * model.ffn_dim, dense * model.ffn_dim
     norms = (2 * dim if model.norm_placement == "both" else 0) + (q_dim + kv_dim // 2) * bool(model.qk_norm)
     channels, unsharded = 2 * q_dim + kv_dim, 2 * mesh.tp * dim if is_split else 0
-    # Values per token. Under tensor parallelism, products read gathered inputs, which are saved without AC. A compiled
-    # block saves no sums, and computes pointwise results again.
+    # `saved` counts values per token. Under tensor parallelism, products read gathered inputs, which are saved without
+    # AC. The backward of a compiled block computes sums and pointwise results again.
     full = candidate.checkpointing == "full"
     if full:
         saved = dim

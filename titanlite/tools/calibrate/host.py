@@ -43,7 +43,7 @@ def measure_dispatch(timer: Timer, operators: dict[str, list[list[float]]]) -> t
         n, on_dtensors, own = _count(call, eviction, operators, collective)
         seconds = timer(call)
         if timer.device.type == "cpu":
-            call()  # eviction.copies now counts one call
+            call()  # now eviction.copies is the number of copies of one call
             seconds -= own + eviction.copies * copying
         if tensor_parallel:
             results.append(max((seconds - n * results[0]) / on_dtensors, LEAST_SECONDS))

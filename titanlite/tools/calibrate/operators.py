@@ -16,12 +16,12 @@ from titanlite.tools.plan.op_trace import OpTrace, Work
 
 aten = torch.ops.aten
 SIDES = {"cpu": (64, 256, 1024, 4096), "cuda": (128, 512, 2048, 8192, 32768)}  # values of m, n and k
-MOST_FLOPS = {"cpu": 2e9, "cuda": 1e14}  # most FLOPs of a product; attention may take four times as many
+MOST_FLOPS = {"cpu": 2e9, "cuda": 1e14}  # of the largest product; attention may take four times these FLOPs
 LENGTHS = {"cpu": (128, 256, 512, 1024, 2048, 4096), "cuda": (512, 1024, 2048, 4096, 8192, 16384, 32768)}
 HEAD_DIMS = {"cpu": (16, 64, 128), "cuda": (64, 128)}
 TOKENS_TIMES_HEADS = {"cpu": 2**15, "cuda": 2**20}
 ELEMENTS = {"cpu": [2**i for i in range(10, 24, 2)], "cuda": [2**i for i in range(10, 30, 3)]}
-ROW = 256  # elements of a row, over which reductions run
+ROW = 256  # elements of a row; a reduction sums over a row
 UNCACHED = {"cpu": 2**26, "cuda": 2**28}
 """Bytes of the operands among which an operator alternates, with its results: more than most caches hold, unless
 MOST_TURNS limits their number."""
@@ -36,7 +36,7 @@ def measure_matmul(timer: Timer) -> dict[str, list[list[float]]]:
     kind, rows = timer.device.type, {}
     for name, dtype in MEASURED_DTYPES.items():
         operands = RandomOperands(timer.device, dtype)
-        # A GPU takes some 16 times longer in float32 than in bfloat16, and training seldom needs such products.
+        # A GPU takes some 16 times longer in float32 than in bfloat16: measure smaller products in float32.
         sizes = _sizes(kind, MOST_FLOPS[kind] / (16 if (kind, name) == ("cuda", "fp32") else 1))
         rows[name] = [[*size, 2 * math.prod(size) / _product_seconds(timer, operands, *size)] for size in sizes]
     if kind == "cuda" and torch.cuda.get_device_capability(timer.device) >= (8, 9):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 GROUPS = 5
-MOST_CALLS = 1000  # most calls of a group
+MOST_CALLS = 1000  # largest number of calls that are timed as one group
 
 
 class Timer:
@@ -18,7 +18,7 @@ class Timer:
     def __init__(self, device: torch.device, seconds: float = 0.05):
         self.device, self.budget = device, seconds
         self.spreads: list[float] = []  # per timed call: median relative distance of its groups' times from their mean
-        self._barrier = 0.0  # seconds of a group without calls
+        self._barrier = 0.0  # seconds that a group without calls takes
         self._barrier = self._mean(lambda: None, 1)
 
     def __call__(self, call: Callable[[], object]) -> float:

@@ -1,4 +1,4 @@
-"""Compare the fingerprints of two runs: the distance of each tensor, and how much of it their precisions explain.
+"""Compare the fingerprints of two runs: the distance of each tensor, and how much of the distance precision explains.
 
 After a thousand steps the tensors of two right layouts may be far apart, but no tensor is much farther apart than its
 inputs. Each distance is therefore compared with the distances of the tensor's inputs (computation.py).
@@ -31,7 +31,7 @@ GROWTH_OF_ROOT = 16
 """The factor on the root of a distance d of inputs, for results in which a small difference becomes a large one in a
 fraction d of the elements: Adam takes a full step along a gradient of only rounding, and a router sends a token to
 another expert. The most that was measured is 7, with Muon in bfloat16, whose iteration magnifies small numbers."""
-LIKELY = 1e-3  # probability below which no token is assumed to go to another expert
+LIKELY = 1e-3  # below this probability that a token goes to another expert, none is assumed to do so
 FACTOR, GROWTH_OF_FACTOR = 0.25, 8
 """If B = c A, |c - 1| / max(c, 1) may be FACTOR, or GROWTH_OF_FACTOR times the inputs' distance (measured: 4.4)."""
 MULTIPLE = 0.3
@@ -65,7 +65,7 @@ class Entry(NamedTuple):
 
     @property
     def differs(self) -> bool:
-        return not self.distance <= self.allowed  # a NaN distance differs
+        return not self.distance <= self.allowed  # a NaN distance counts as a difference
 
 
 class Step(NamedTuple):
@@ -118,7 +118,7 @@ def compare_step(
     norms = {name: max(_norm(a[name]), _norm(b[name])) for name in inputs}
     limits, entries = _Limits(descriptions, norms, before, is_first=is_first), []
     used = {name: far for name, far in distances.items() if " ".join(name.split(" ")[:2]) not in limits.unused}
-    lists = {id(own): own for own in inputs.values()}  # unique lists, shared by many tensors
+    lists = {id(own): own for own in inputs.values()}  # each list of inputs once; many tensors share one
     largest = {key: max([used[each] for each in own if each in used], default=0.0) for key, own in lists.items()}
     for name, own in inputs.items():
         tensors, far, explained = (a[name], b[name]), distances[name], largest[id(own)]
@@ -161,7 +161,7 @@ class _Limits:
         """Parameters whose gradient is zero except for rounding."""
 
     def allowed(self, name: str, explained: float) -> float:
-        """Return the limit of a tensor's distance; for a weight's update, that of its change without its rounding."""
+        """Return the limit of a tensor's distance; for a weight's update, of the distance of unrounded changes."""
         phase, _, tensor = name.partition(" ")
         if phase == "input":
             return self._allowed_of_input(tensor)

@@ -21,7 +21,7 @@ def inputs_of_entries(names: Collection[str]) -> dict[str, list[str]]:
     for name in sorted(found["gradient"], key=_backward_order):
         of_module[module_of(name)].append(f"gradient {name}")
     present, recorded = {*names, GRADIENT_NORM}, {*found["forward"], *found["backward"]} - {"loss"}
-    modules = in_order(recorded | of_module.keys() - {"output", "position_embeddings"})  # these have no output
+    modules = in_order(recorded | of_module.keys() - {"output", "position_embeddings"})  # both lack a recorded output
 
     def known(*entries: str) -> list[str]:
         return [each for each in entries if each in present]
@@ -41,14 +41,14 @@ def inputs_of_entries(names: Collection[str]) -> dict[str, list[str]]:
         own = [f"backward {module}", *inputs_of_module[module]] if f"backward {module}" in present else own
         inputs |= dict.fromkeys(of_module[module], own)
     inputs |= dict.fromkeys(of_module["position_embeddings"], own)
-    if "gradient output.weight" not in present and "gradient tok_embeddings.weight" in present:  # tied weights
+    if "gradient output.weight" not in present and "gradient tok_embeddings.weight" in present:  # the weights are tied
         inputs["gradient tok_embeddings.weight"] = own + inputs_of_loss
     inputs[GRADIENT_NORM] = [f"gradient {name}" for name in found["gradient"]]
     for weight, entries in updated.items():
         of_all = known(f"gradient {weight}", GRADIENT_NORM)
         inputs |= {name: of_all + known(name.replace("update", "input", 1)) for name in entries if name.count(" ") > 1}
         inputs[f"update {weight}"] = [*of_all, *known(f"input {weight}"), *states[weight]]
-    inputs |= {name: [] for name in sorted(present - inputs.keys())}  # unknown entries, which no model here has
+    inputs |= {name: [] for name in sorted(present - inputs.keys())}  # entries that no model of titanlite writes
     return {name: own for name, own in inputs.items() if name in present}
 
 
@@ -58,7 +58,7 @@ def _grouped(names: Collection[str]) -> tuple[defaultdict[str, list[str]], ...]:
     for name in in_order(names, lambda name: name.partition(" ")[2]):
         phase, _, tensor = name.partition(" ")
         found[phase].append(tensor)
-        if phase == "input":  # buffers count as weights
+        if phase == "input":  # "input": weights, buffers, optimizer states
             weight, _, state = tensor.partition(" ")
             (states[weight] if state else weights[module_of(tensor)]).append(name)
         elif phase == "update":

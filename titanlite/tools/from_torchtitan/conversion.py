@@ -147,7 +147,7 @@ class Conversion:
         """Set switches that are off and have options set, which torchtitan ignores and titanlite would reject."""
         for dependent in DEPENDENT_OPTIONS:
             switch = dependent.switch
-            if switch in self.options or switch.startswith("model."):  # a flavor sets the model's switches
+            if switch in self.options or switch.startswith("model."):  # model.flavor sets switches of [model]
                 continue
             default = OPTIONS[switch].default
             is_off = default in dependent.off

@@ -59,7 +59,7 @@ def _model(to: Conversion) -> None:
         return
     to.put(FLAVOR, ours, key)
     if not changes:
-        to.statuses[key] = RENAMED  # a note below may replace this status
+        to.statuses[key] = RENAMED  # a call of `to` below may replace this status
     changes = dict(changes)
     if changes.pop("document_mask", False):
         to.put("training.document_mask", True, key)

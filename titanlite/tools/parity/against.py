@@ -48,7 +48,7 @@ class Pass(NamedTuple):
 
 def run_against(folder: Path) -> int:
     """Print the comparison with the step in a folder. Return the exit status: 0 if rounding explains every difference,
-    1 if not, 2 if it also explains a wrong factor. Raises ConfigError if the folder is wrong or the step infinite."""
+    1 if not, 2 if rounding explains wrong factors. Raises ConfigError if the folder is wrong or the step infinite."""
     recorded = read_step(folder)
     step, (n_sequences, seq_len) = recorded.step, recorded.tokens_BT.shape
     dtypes = ", ".join(f"{name} {dtype}" for name, dtype in step.dtypes.model_dump().items())
@@ -116,7 +116,7 @@ def _compare_updates(recorded: RecordedStep, exact: Tensors, rounded: Tensors, n
     ours, theirs = updates(recorded, own or exact, torch.float64), updates(recorded, own or rounded, dtype)
     errors = {name: relative(theirs[name], ours[name]) for name in ours}
     if own is None:
-        # Rounding becomes a step of lr for few elements, in one matrix or another, so the largest error counts.
+        # Adam turns rounding into a step of lr for few elements of any matrix, so allow the largest error of all.
         dims = {name: tensor.dim() for name, tensor in ours.items()}
         errors = {name: max(errors[each] for each in ours if dims[each] == dims[name]) for name in ours}
     theirs = {name: theirs[name] for name in not_zero}
@@ -212,7 +212,7 @@ def updates(recorded: RecordedStep, gradients: Tensors, dtype: torch.dtype) -> T
 def findings(recorded: RecordedStep, groups: dict[str, list[Row]]) -> Iterator[str]:
     """Yield lines that say where the two programs differ, and which number explains a ratio."""
     quantities, by_ratio = _quantities(recorded), {kind: clusters(rows) for kind, rows in groups.items()}
-    # A norm over n equal shards or copies has a factor of sqrt(n).
+    # A norm that counts each of n copies of a tensor is sqrt(n) times too large.
     of_norm = quantities | {f"sqrt({name})": math.sqrt(value) for name, value in quantities.items()}
     kind = "gradients" if recorded.gradients is not None else "loss"
     explained: set[str] = set()
@@ -273,7 +273,7 @@ def _quantities(recorded: RecordedStep) -> dict[str, float]:
         numbers |= {"experts": recorded.model.moe.n_experts, "top-k": recorded.model.moe.n_experts_per_token}
     norm, max_norm = recorded.step.gradient_norm, recorded.step.max_norm
     if norm is not None and max_norm is not None and norm > max_norm:
-        numbers["gradient norm / max_norm"] = norm / max_norm  # the factor of clipped gradients
+        numbers["gradient norm / max_norm"] = norm / max_norm  # clipping divides gradients by this number
     return numbers
 
 

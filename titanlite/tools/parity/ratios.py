@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-LARGEST_ALLOWED = 0.25  # a tensor of which a larger fraction may be rounding has no meaningful ratio to another
-COARSE = 0.5  # relative distance of a tensor with half the right values; zeros and doubled values are farther
-SMALL_FACTOR = 1.01  # a smaller factor is shown as a difference, unless a quantity has its value
+LARGEST_ALLOWED = 0.25  # tensors whose relative distance by rounding may be larger have no meaningful ratio
+COARSE = 0.5  # relative distance from the right tensor to half of it; zeros and doubled values are farther
+SMALL_FACTOR = 1.01  # a ratio nearer to 1 counts as a difference, unless it equals a known quantity
 
 
 class Row(NamedTuple):
@@ -23,7 +23,7 @@ class Row(NamedTuple):
     theirs: Tensor
     ours: Tensor
     allowed: float  # the distance that rounding may cause, as a fraction of the norm of ours
-    rounded: Tensor | None = None  # ours with the rounding of theirs; None: zero except for rounding, or not known
+    rounded: Tensor | None = None  # `ours` with the rounding of `theirs`; None: unknown, or `ours` is only rounding
 
     @property
     def distance(self) -> float:

@@ -31,7 +31,7 @@ from titanlite.loss import IGNORED
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Data types of weights and gradients, by their names in safetensors."""
-EXPERTS = ".feed_forward.experts."  # the part of the names of experts' weights
+EXPERTS = ".feed_forward.experts."  # part of the name of every expert's weight
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 
 
@@ -214,7 +214,7 @@ def _read_weights(
         with open_safetensors(place, "write") as tensors:
             files = dict.fromkeys(tensors.keys(), place)
     is_hf = any(name.startswith(("lm_head.", *PREFIXES)) for name in files)
-    # transformers' model has a tensor of all experts of a layer: [experts, rows of w1 and w3, columns]. Its
+    # A layer of transformers' model has one tensor for w1 and w3 of all experts, [experts, rows, columns];
     # save_pretrained writes a tensor for each expert.
     is_stacked = is_hf and not model.moe.expert_bias and any(name.endswith(STACKED) for name in files)
     sources, expected = {name: (name,) for name in shapes}, dict(shapes)

@@ -51,7 +51,7 @@ class RandomSequences:
     def __getitem__(self, index: int) -> Sequence:
         if self.own:
             return self.own[index]
-        generator = np.random.RandomState((self.seed % 2**32, index))  # numpy takes no larger seed
+        generator = np.random.RandomState((self.seed % 2**32, index))  # numpy's seeds are below 2**32
         tokens = generator.randint(self.vocab_size, size=self.seq_len + 1)
         ends = generator.random_sample(self.seq_len) < 3 / self.seq_len  # about four documents per sequence
         ends[0] = False  # a step without a valid target has no loss to compare

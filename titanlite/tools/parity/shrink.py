@@ -43,7 +43,7 @@ def _smaller_sizes(config: Config) -> dict[str, Any]:
     least = max(parallelism.n_stages + 1, 2, len(model.layer_pattern))
     n_layers = model.n_layers if parallelism.module_fqns_per_model_part else min(model.n_layers, least)
     local_batch_size = min(training.local_batch_size, 2)
-    if pipeline > 1:  # the least batch that keeps every rank busy; all schedules accept it
+    if pipeline > 1:  # the smallest batch that keeps all ranks busy under any schedule
         local_batch_size = min(config.n_microbatches, max(2 * pipeline, parallelism.n_stages))
     accumulation_steps = min(config.gradient_accumulation_steps, 2)
     seq_len = min(training.seq_len, math.lcm(2 * context, context * tensor) * 4)
@@ -127,13 +127,13 @@ def _numeric_options(config: Config, dtype: str) -> dict[str, Any]:
         "training__max_norm": 0.1,  # less than the gradient norm, so that gradients are clipped
         "optimizer__muon_dtype": "auto",
         # Where a gradient is only rounding, Adam's first steps have the size of lr, in either direction. In low
-        # precision steps must be small beside the weights (0.02), or the runs diverge although the layout is right.
+        # precision, steps must be far smaller than weights (0.02), or the runs diverge although the layout is right.
         "optimizer__lr": 1e-2 if dtype == "float64" and not (config.float8.enable or config.int8.enable) else 1e-4,
         "lr_scheduler__warmup_steps": 2,
         "lr_scheduler__warmup_ratio": 0.0,
         "lr_scheduler__total_steps": -1,
     }
-    if dtype == "float64":  # low-bit optimizer states contradict a comparison in float64
+    if dtype == "float64":  # low-bit optimizer states would round far above float64's tolerance
         options |= {"optimizer__state_dtype": "auto", "optimizer__stochastic_rounding": False}
     return options
 
@@ -144,7 +144,7 @@ def adapt_to_cpu(loaded: LoadedConfig[Config]) -> LoadedConfig[Config]:
         training__attention_backend="auto",
         parallelism__enable_async_tensor_parallel=False,
         float8__emulate=loaded.config.float8.enable,
-        compile__backend="aot_eager",  # aot_eager compiles the same graphs, without minutes of C++
+        compile__backend="aot_eager",  # aot_eager traces the same graphs and skips minutes of compiling C++
         profiling__enable_memory_snapshot=False,
     )
     return dataclasses.replace(loaded, config=config)

@@ -14,7 +14,7 @@ from titanlite.config.regular_file import read_file
 from titanlite.tools.plan.report import GIB, empty_table
 from titanlite.tools.plan.result import Plan
 
-LARGEST_METRICS = 2**28  # bytes
+LARGEST_METRICS = 2**28  # largest accepted metrics.jsonl in bytes
 
 
 def read_measurement(file: Path) -> tuple[Sequence[float], int, int, float]:

@@ -52,4 +52,4 @@ def _n_fsdp_units(config: Config) -> int:
     names = [name for stage, rank in zip(stages, ranks, strict=True) if rank == 0 for name in [*stage, "the stage"]]
     if config.model.tie_embeddings:
         names.remove("tok_embeddings")
-    return len([name for name in names if name not in ("norm", "output")])  # the backward needs the head at once
+    return len([name for name in names if name not in ("norm", "output")])  # norm and output are not resharded

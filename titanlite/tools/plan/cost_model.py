@@ -31,7 +31,7 @@ class Cost:
     flops: Counter = dataclasses.field(default_factory=Counter)  # FLOPs by dtype
     communication: dict[tuple[str, str], tuple[int, int]] = dataclasses.field(default_factory=dict)
     host_waits: float = 0  # how often the host waits for the device
-    elapsed: float = 0.0  # seconds that pass, with overlap
+    elapsed: float = 0.0  # elapsed seconds; overlapped work counts once
 
     def count(self, axis: str, name: str, size: int, seconds: float) -> None:
         """Add a collective, or a copy, of `size` bytes."""
@@ -62,7 +62,7 @@ class _Items:
     device: float = 0.0
     host: float = 0.0
     both: float = 0.0
-    in_flight: set[Hashable] = dataclasses.field(default_factory=set)  # unread allocations that collectives write
+    in_flight: set[Hashable] = dataclasses.field(default_factory=set)  # outputs of collectives that are not read yet
     copied: set[int] = dataclasses.field(default_factory=set)  # ids of weights that CPU offload has copied
     copying: float = 0.0  # seconds of CPU offload's copies before the next all-gather
 
@@ -103,7 +103,7 @@ class CostModel:
         self.device, self.axes, self.devices_per_node = device, axes, devices_per_node
         self.changed, self.faster, self.cudnn = changed, faster, cudnn
         self.efficiency = EFFICIENCY[device.architecture if device.kind == "gpu" else "cpu"]
-        self._items: dict[int, tuple[Cost, list[Item], list[Event]]] = {}  # ids stay unique because the events are kept
+        self._items: dict[int, tuple[Cost, list[Item], list[Event]]] = {}  # key: id of the kept list of events
 
     def streams(self) -> Streams:
         """Return the streams of an idle device."""
@@ -121,7 +121,7 @@ class CostModel:
         accumulates: bool = False,
     ) -> Cost:
         """Return the cost of segments that run one after the other. `streams`: communication in flight before the
-        segments; None: the device is idle before them and finishes all communication after. See Streams.run."""
+        segments; None: the device is idle before and finishes all communication of the segments. See Streams.run."""
         cost, own = Cost(), streams or self.streams()
         begin, idle = own.computed, own.idle
         for events in segments:
@@ -287,7 +287,7 @@ class CostModel:
 
     def work_seconds(self, work: Work) -> tuple[str, float]:
         """Return an operator's category and its seconds."""
-        if work.kernels > 1:  # the kernels run two at a time
+        if work.kernels > 1:  # a device runs two of the kernels at a time
             category, seconds = self.work_seconds(work.of_rows(2 / work.kernels))
             return category, seconds * work.kernels / 2
         category = "memory" if not work.flops else "attention" if "attention" in work.name else "matmul"

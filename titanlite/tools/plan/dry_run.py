@@ -234,7 +234,7 @@ def _create_states(config: Config, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _average(config: Config, optimizer: torch.optim.Optimizer) -> None:
-    """Update the weight average (ema) after a step that was recorded instead of run: a step that runs updates it."""
+    """Update the weight average (ema) after a step that was recorded instead of run, which did not update it."""
     if config.ema.decay:
         from titanlite.techniques import ema  # late import: most plans do without an average
 
@@ -301,7 +301,7 @@ def _mark_layers(trace: OpTrace, stage: Llama) -> None:
 
     def attend_and_mark(attend: Callable[..., Any], layer: int, *args: Any) -> tuple[Tensor, Tensor]:
         """Run a block up to its experts, and mark where the experts begin."""
-        again = trace.segments[-1].mark[0].endswith(" B")  # full AC repeats the block in its backward
+        again = trace.segments[-1].mark[0].endswith(" B")  # full AC repeats a block's forward in its backward
         if again:
             trace.mark("layer B", layer)
         output, normed = attend(*args)

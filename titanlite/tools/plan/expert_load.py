@@ -20,7 +20,7 @@ from titanlite.tools.plan.op_trace import replaced
 class ExpertLoad(NamedTuple):
     """The load of a layer's experts in a microbatch."""
 
-    sent: int  # rows of the tokens that a rank routes, over all experts
+    sent: int  # rows (a token for one expert) that a rank routes, over all experts
     received: int  # rows that the planned rank receives from each rank of its expert-parallel group, itself included
     n_ranks: int  # ranks of the expert-parallel group
     n_experts: int  # experts of a rank

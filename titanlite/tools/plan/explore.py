@@ -36,7 +36,7 @@ MODE, WORKERS = r"(none|full|selective( \w+)?)", 4
 AXIS = rf"({'|'.join(DEGREES)}|batch)=[1-9]\d*(,[1-9]\d*)*|ac={MODE}(,{MODE})*|device=.+"
 
 Entries = dict[str, dict[str, Any]]  # the page's JSON data of each choice, by the choice's values joined with "|"
-Chain = dict[int, dict[str, LoadedConfig[Config]]]  # configs of a chain by batch, then by key of Entries
+Chain = dict[int, dict[str, LoadedConfig[Config]]]  # one task's configs, by batch, then by key of Entries
 
 
 def make_axes(config: Config, texts: list[str]) -> dict[str, list[Any]]:
@@ -61,7 +61,7 @@ def make_axes(config: Config, texts: list[str]) -> dict[str, list[Any]]:
 
 def overrides(choice: dict[str, Any], plan: Plan, loaded: LoadedConfig[Config]) -> list[str]:
     """Return the arguments that turn a config into a choice of values. With a pipeline, the chosen batch is the
-    microbatch size, and the accumulation steps are those of the config's own pipeline, or one without it."""
+    microbatch size, and the number of accumulation steps is that of the config, or 1 if the config has no pipeline."""
     config, product = plan.config, choice["tp"] * choice["pp"] * choice["cp"]
     ranks = max(plan.world_size // product, 1)  # ranks that read different sequences
     options = {key: choice[name] for name, key in DEGREES.items()}  # rules reject degrees that do not fit the ranks
@@ -70,7 +70,7 @@ def overrides(choice: dict[str, Any], plan: Plan, loaded: LoadedConfig[Config]) 
     if choice["pp"] > 1:
         times = config.gradient_accumulation_steps if config.parallelism.pipeline_parallel_degree > 1 else 1
         options[MICROBATCH], local = local, max(sequences // ranks // times, local)
-    if loaded.config.training.global_batch_size == -1:  # a step has at least as many sequences as the config's
+    if loaded.config.training.global_batch_size == -1:  # a step has at least as many sequences as the config asks
         times = math.ceil(sequences / (local * ranks)) * loaded.config.fault_tolerance.n_groups
         options["training.global_batch_size"] = times * local * ranks
     options |= {BATCH: local, "plan.device": choice["device"]}

@@ -1,6 +1,6 @@
 """Model the effect of torch.compile on a block's operators, without compiling. As a model of inductor, all pointwise
 operators between two matrix multiplications, attentions or collectives become one kernel. Results that no other kernel
-reads are never written. Results that the backward can compute again at little cost are not saved for it."""
+reads are never written. Results that the backward can compute again at little cost are not saved."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -35,7 +35,7 @@ def fuse(segments: Sequence[list[Event]]) -> list[list[Event]]:
         for allocation, number in writer.items()
         if is_fusible(groups[number][0])
         and allocation.kind in ("temporary", "logits")
-        and readers.get(allocation) == {number}  # None: a collective reads the allocation
+        and readers.get(allocation) == {number}  # no reader: a collective reads the allocation
         and allocation in freed
         and allocation.shape != ()
     }
@@ -130,7 +130,7 @@ class _Saved:
     def __init__(self, segments: Sequence[Segment]):
         self.segments, self.lives = segments, _lives(segments)
         self.freed: set[Allocation] = set()  # allocations that the forward frees instead of saving
-        self.sources: dict[Allocation, set[Allocation]] = {}  # inputs from which the backward computes a freed one
+        self.sources: dict[Allocation, set[Allocation]] = {}  # freed -> inputs of its computation in the backward
 
     def exists(self, allocation: Allocation, number: int) -> bool:
         """Return whether an allocation exists in a segment."""

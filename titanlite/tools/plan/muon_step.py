@@ -29,7 +29,7 @@ def recorder(
     named modules. Add Muon's process group to `axes` if it is missing."""
     group = stage_group(mesh)
     axes.setdefault(group.group_name, ("stage", dist.get_process_group_ranks(group)))
-    has_own_experts = config.parallelism.expert_parallel_degree == group.size()  # a rank's experts are unsharded
+    has_own_experts = config.parallelism.expert_parallel_degree == group.size()  # each rank's experts are unsharded
     rounds = assign(shapes_of_matrices(config, names), group.size())
     longest = Counter(max((unit.shape for unit in units), key=work_of) for units in rounds)
 
@@ -37,7 +37,7 @@ def recorder(
         optimizer.adamw.step()
         for weight in optimizer.matrices:
             size, exchanged = local_shard(weight).nbytes, local_shard(weight).numel() * optimizer.dtype.itemsize
-            # Count bytes of momentum, its look-ahead by one gradient, weight decay, subtraction of the result.
+            # Bytes of four passes: momentum, look-ahead by one gradient, weight decay, subtraction of the result.
             trace.record(Work("titanlite.techniques.muon", 0, "", 6 * size + exchanged, 3 * size + exchanged, (), ()))
         for number, (shape, times) in enumerate(longest.items()):
             trace.mark("muon", number, times)

@@ -142,7 +142,7 @@ class OpTrace(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.segments: list[Segment] = [Segment(("begin",), [])]  # events in the order in which the host issues events
+        self.segments: list[Segment] = [Segment(("begin",), [])]  # segments of events, in the order of the host
         self.live: dict[int, Allocation] = {}  # current allocations, by their storage's address
         self._watched: dict[int, Any] = {}
         self.enabled, self._maker = True, ""  # enabled: whether operators are recorded
@@ -287,7 +287,7 @@ wait_tensor, which must return its argument itself."""
 def _group_of(args: tuple[Any, ...]) -> str:
     for arg in args:
         if isinstance(arg, torch.ScriptObject):
-            with contextlib.suppress(RuntimeError, TypeError):  # the ScriptObject is no process group
+            with contextlib.suppress(RuntimeError, TypeError):  # `unbox` raises if `arg` is no process group
                 return dist.ProcessGroup.unbox(arg).group_name
     return next(arg for arg in reversed(args) if isinstance(arg, str) and arg not in ("sum", "max", "min", "avg"))
 
@@ -314,7 +314,7 @@ def _flops(
 ) -> tuple[int, str, tuple[int, ...]]:
     """Return the FLOPs of a matrix multiplication or of attention (half of them under a causal mask), the dtype whose
     peak rate applies, and the sizes; see Work."""
-    if name in ("mm", "addmm", "addmm_", "bmm", "_scaled_mm", "_grouped_mm"):  # grouped: a row is in one group
+    if name in ("mm", "addmm", "addmm_", "bmm", "_scaled_mm", "_grouped_mm"):  # grouped: each row counts once
         left, right = (inputs[1], inputs[2]) if name.startswith("addmm") else (inputs[0], inputs[1])
         sizes = left.shape[0] if name == "bmm" else 1, left.shape[-2], right.shape[-1], left.shape[-1]
         return 2 * math.prod(sizes), "fp8" if name == "_scaled_mm" else _rate_dtype(left), sizes
@@ -377,7 +377,7 @@ def recording() -> Iterator[OpTrace]:
 
 def fused_norm(trace: OpTrace, local: Callable[[Tensor], list[Tensor]]) -> contextlib.AbstractContextManager[None]:
     """Record each RMSNorm inside the with block as one operator that saves its input, as CUDA and the compiler run it.
-    A CPU runs a dozen operators, which save two float32 copies. `local` returns a tensor's plain tensors."""
+    A CPU runs a dozen operators for a norm, which save two float32 copies. `local` returns a tensor's plain tensors."""
     composite = F.rms_norm
 
     def record(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:

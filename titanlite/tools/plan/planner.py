@@ -32,7 +32,7 @@ from titanlite.tools.plan.schedule import all_actions
 from titanlite.tools.plan.segments import layers_of
 from titanlite.tools.plan.step import StageCost, StepTime, memory_points, step_time
 
-# CUDA context, kernels and cuBLAS workspaces (nvidia-smi shows them before the first tensor); NCCL buffers per group.
+# Bytes of CUDA context, kernels and cuBLAS workspaces, as nvidia-smi shows before any tensor, and of NCCL per group.
 CONTEXT_BYTES, GROUP_BYTES = int(0.6 * 2**30), int(0.25 * 2**30)
 FRAGMENTATION = 0.03  # share of peak memory that CUDA's caching allocator loses, with expandable segments
 
@@ -58,7 +58,7 @@ def resolve(loaded: LoadedConfig[Config], world_size: int | None = None) -> tupl
 
 
 def assumption(config: Config, world: int) -> str:
-    """Return a line that says how many devices a plan assumes and how to change that; "" if the degrees set it."""
+    """Return a line that says how many devices a plan assumes, and the option that sets it; "" if degrees do."""
     if config.parallelism.data_parallel_shard_degree != -1:
         return ""
     return f"planned for {quantity(world, 'device')}; set parallelism.data_parallel_shard_degree for another number"

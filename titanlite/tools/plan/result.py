@@ -60,7 +60,7 @@ class Plan:
     step_seconds: float  # expected seconds of the full step
     spread: Spread  # contribution of each group of times to the range of the step
     update_seconds: float  # seconds of the step after the last backward: gradient norm, clipping, optimizer
-    flops_per_token: int  # FLOPs as MFU counts them
+    flops_per_token: int  # FLOPs to train on one token, as MFU counts them
     n_parameters: int
     axes: dict[str, list[int]]  # ranks of the first rank's process group along each axis
 

@@ -143,7 +143,7 @@ def _time_with_pipeline(
             n_messages += n_steps * sends
         reduce, update = Cost(), Cost()
         for number, stage in enumerate(own.values()):
-            reduce.add(stage.of_phase(("reduce",)), stage.dry_run.scale)  # `scale` adds the folded layers
+            reduce.add(stage.of_phase(("reduce",)), stage.dry_run.scale)  # `scale` accounts for the folded layers
             update.add(stage.of_update(communicates=number == 0))
         cost.add(reduce, n_steps)
         cost.add(update)
