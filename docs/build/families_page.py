@@ -162,7 +162,7 @@ and tensor parallel, a ring with documents, tensor x pipeline x context parallel
 zero-bubble schedule and, with experts, expert parallel (tests/test_families_by_options.py). The
 layouts of families marked "by option" are in that link's table of options and layouts.
 
-Tests of each family, with random weights, biases that are not zero and norms that are not one, show:
+Tests of each family, with random weights, biases other than zero and norms other than one, show:
 
 - in float64 the logits and every gradient equal transformers' to 1e-12. transformers computes
   norms, rotary tables and softmax in float32 whatever the type of the weights; the tests make
