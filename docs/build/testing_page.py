@@ -316,8 +316,8 @@ def page() -> str:
         "![Published losses, and those of the same settings here](images/published_curves.png)\n",
         pages.wrapped(
             "nanoGPT's README gives a validation loss of 1.88 for 2,000 steps on tinyshakespeare. Our run of nanoGPT "
-            "has 1.898 over the whole validation text; a Llama of as many parameters has 1.674 (three seeds, standard "
-            "deviation 0.005), and 1.903 without its rotary embedding. On the conversations of torchtitan's "
+            "has a loss of 1.898 over the whole validation text; a Llama of as many parameters has 1.674 (three seeds, "
+            "standard deviation 0.005), and 1.903 without its rotary embedding. On the conversations of torchtitan's "
             "fine-tuning test, torchtitan 0.3.0 and titanlite have the same ten losses from the same weights, to 1e-6. "
             "The losses that torchtitan publishes start from weights that nobody else has. They are within 1.7 "
             "standard deviations of the mean of four seeds of torchtitan "

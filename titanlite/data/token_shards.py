@@ -38,7 +38,7 @@ FORMAT = 6  # version in a cache's name; raise it if the files' names, number or
 INDEX = "tokens.json"
 HEADER, CHECKSUM_BLOCK = 4096, 2**16  # bytes of a shard's header; bytes per checksum
 LARGEST_INDEX = 2**28  # largest tokens.json in bytes
-OPEN_FILES = 64  # most files that a token cache, or a packing, keeps open in a process
+OPEN_FILES = 64  # largest number of files that a token cache or a packing keeps open in a process
 UNKNOWN_USER = 65534
 """Owner of root's files in a container whose user namespace does not map root (user_namespaces(7))."""
 

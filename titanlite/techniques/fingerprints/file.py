@@ -30,8 +30,8 @@ KEY = "titanlite.fingerprints"
 LARGEST_FILE = 2**27
 """Most bytes of a fingerprint file, enough for half a million tensors."""
 LARGEST_SQUARE = 64
-"""Largest accepted ratio of the 16 inner products' mean square to the squared norm. The mean of the ratio is 1. 16 times
-the ratio is chi-squared with 16 degrees of freedom, and above 16 x 64 with a probability below 1e-200."""
+"""Largest accepted ratio of the 16 inner products' mean square to the squared norm. The ratio's mean is 1. 16 times the
+ratio is chi-squared with 16 degrees of freedom, and above 16 x 64 with a probability below 1e-200."""
 NAME = re.compile(r"(input|forward|backward|gradient|update) [\w.]{1,200}( \w{1,40})?", re.ASCII)
 Dtype = Literal["float64", "float32", "bfloat16", "float16", "float8", "int8", "int4"]
 Name, Number = Annotated[str, Field(pattern="^[A-Za-z][A-Za-z0-9_ -]{0,39}$")], Annotated[float, Field(ge=1, le=2**53)]

@@ -1,4 +1,4 @@
-"""The experts of each token in a recorded step: those that the program chose or, if not recorded, the routers' choices.
+"""The experts of each token in a recorded step: recorded by the verified trainer, or else chosen by the routers.
 
 Rounding can change the choice between two experts with nearly the same score. The choices of the program are right if
 their scores are as good as the best ones within rounding. Both passes of the comparison use the program's choices, so

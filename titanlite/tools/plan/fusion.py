@@ -161,7 +161,7 @@ class _Saved:
         if found is None or sum(source.largest for source in instead) >= allocation.largest:
             return
         late = self.segments[life.freed].events
-        for source in instead:  # keep the source as long as the allocation that the backward computes from it
+        for source in instead:  # to recompute an allocation, the backward still needs its source
             end = _take_end(self.segments, source, self.lives[source])
             late.insert(_end_of(allocation, late), end)
             self.lives[source].freed, source.kind = life.freed, allocation.kind
