@@ -104,7 +104,7 @@ def _of_unit(unit: Unit, of_weight: Slice) -> Slice:
 
 
 class Assignment(NamedTuple):
-    """A unit (one or more matrices), the rank that orthogonalizes the unit (owner), and the unit's slice on each rank."""
+    """A unit (one or more matrices), the rank that orthogonalizes the unit (owner), and the unit's slices by rank."""
 
     unit: Unit
     owner: int
