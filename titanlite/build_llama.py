@@ -13,7 +13,7 @@ from titanlite.model import Attention, Block, FeedForward, Llama
 def build_llama(
     model: Model, *, max_seq_len: int, modules: Collection[str] | None = None, block: Callable[..., Block] | None = None
 ) -> Llama:
-    """Build a model on the meta device, without memory for weights. `modules`: see Llama; `block`: for build_block."""
+    """Build a model on the meta device. `modules`: see Llama; `block`: a function to call instead of build_block."""
     with torch.device("meta"):
         return Llama(model, block or build_block, max_seq_len=max_seq_len, modules=modules)
 

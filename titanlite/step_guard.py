@@ -21,7 +21,7 @@ class Confirming(Protocol):
         """Record that the loss of a step was finite, which makes checkpoints of earlier steps good."""
 
     def after_divergence(self) -> str:
-        """Set aside the checkpoints whose weights gave no finite loss. Return text for the error message about them."""
+        """Set aside the checkpoints whose weights gave no finite loss, and return text for the error message."""
 
 
 class Owner(Protocol):

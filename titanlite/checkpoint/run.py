@@ -75,7 +75,7 @@ class NoCheckpoints:
         TrainingError if a checkpoint cannot be renamed."""
 
     def after_divergence(self) -> str:
-        """Set aside the checkpoints whose weights gave no finite loss. Return text for the error message about them."""
+        """Set aside the checkpoints whose weights gave no finite loss, and return text for the error message."""
         return ""
 
     def after_step(self, step: int, state: RunState, *, asked: bool, is_last: bool) -> None:

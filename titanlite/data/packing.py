@@ -35,7 +35,7 @@ class Sequences(Protocol):
 
 
 class Mixture(Sequences, Protocol):
-    """Sequences of several datasets (techniques/data/mixture.py). `loader_state`: of a Loader; None at the start."""
+    """Sequences of several datasets (techniques/data/mixture.py). `loader_state`: a Loader's, or None at the start."""
 
     identity: str
 

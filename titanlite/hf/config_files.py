@@ -26,7 +26,7 @@ def config_files(
     options: Model, source: Path | None, *, torch_dtype: str, max_seq_len: int, bos: int | None, eos: int | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return config.json and generation_config.json of a model; `source` is the folder of a release that the run
-    started from, whose BOS and EOS stay if they include the tokenizer's. Other arguments are hf_config's. Raises
+    started from, whose BOS and EOS stay if they include the tokenizer's. For other arguments see hf_config. Raises
     ConfigError if transformers has no such model, or a file of the release is wrong."""
     arguments: dict[str, Any] = {"max_seq_len": max_seq_len, "torch_dtype": torch_dtype}
     if source is None:

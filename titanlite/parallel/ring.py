@@ -76,7 +76,7 @@ def _keys_of_steps(
     k_BSGK: Tensor, v_BSGK: Tensor, document_positions_BS: Tensor | None, ring: Group, window: int
 ) -> Iterator[tuple[int, Tensor, Tensor, Iterator[Tile]]]:
     """Yield, for each ring step, the keys and values of a ring rank, this rank's first, and the tiles to compute. The
-    next step's keys arrive meanwhile. The first item of each tuple is the number of ring steps since the last tuple."""
+    next keys arrive during a step. The first item of each tuple is the number of ring steps since the last tuple."""
     rank, size = (ring.rank(), ring.size()) if ring else (0, 1)
     documents, tokens = chunks_of(document_positions_BS, size), k_BSGK.shape[1]
     kv = torch.stack((k_BSGK, v_BSGK)) if ring else (k_BSGK, v_BSGK)

@@ -1,5 +1,5 @@
 """LoRA (low-rank adaptation, arXiv:2106.09685), for fine-tuning: weights are frozen, and targeted linear layers compute
-W x + alpha / R B A x. Only the adapters' factors A and B have gradients and optimizer states. There is no dropout.
+W x + alpha / R B A x. Only the adapters' factors A and B have gradients and optimizer states. Adapters have no dropout.
 
 Tensor parallel shards B like the rows of W in a column-wise layer, and A like the columns of W in a row-wise layer; the
 other factor is replicated. An adapter adds no collective except the sum of the replicated factor's gradient.

@@ -6,7 +6,7 @@ outside the products keep their dtypes.
 - MXFP8 (OCP Microscaling, arXiv:2310.10537): float8_e4m3fn, in which 32 neighbours along the summed dimension share a
   scale: the smallest power of two with which none of the 32 overflows (NVIDIA's recipe, arXiv:2506.08027).
 - INT8 (SwitchBack, arXiv:2304.13013, but in all three products): each row of the left operand and each column of the
-  right operand has a scale. Sums are int32, and exact.
+  right operand has a scale. INT8 products are summed exactly, in int32.
 
 This file multiplies local shards, because torchao's own layers do not work with DTensor: it hides the weight wrapper of
 torchao's MXFP8 from the products, and it has no sharding strategy for aten._int_mm.

@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
 
 
 def one_step(config: Config) -> Config:
-    """Return a config with one step and with data that need no download. Own data stay."""
+    """Return a config with one step and with data that need no download. The user's own data stay."""
     values = {f"training__{key}": field.default for key, field in DatasetOptions.model_fields.items()}
     values |= {"training__datasets": [], "training__streaming": False, "training__cache_folder": config.job.dump_folder}
     values |= {"training__steps": 1, "compile__enable": False, "checkpoint__enable": False, "model__hf_assets_path": ""}
