@@ -334,8 +334,8 @@ def page() -> str:
         pages.wrapped(
             "The table lists silent bugs that users or authors of other programs reported in public, each with the "
             "nearest edit of titanlite that makes the same mistake, and the test that fails then. A report's state "
-            "(open, closed or merged) is of September 2026 or earlier. Such a bug is no sign of a bad program: every trainer "
-            "is exposed to silent bugs."
+            "(open, closed or merged) is of September 2026 or earlier. Such a bug is no sign of a bad program: every "
+            "trainer is exposed to silent bugs."
         ),
         public_bugs.table(),
         "## Versions\n",
