@@ -207,8 +207,8 @@ does not set are those of `[model]`.
   DeepSeek's own code does not.
 - gpt-oss is exported in bfloat16 or float32, not in MXFP4.
 - Capped scores (Gemma 2), with which attention could not be one fused kernel.
-- Encoders of images. Gemma 3 from 4B on and Ministral 3 are released with an image encoder, so their
-  folders are rejected; flavors of their sizes train from initial weights.
+- Encoders of images. Gemma 3 from 4B on and Ministral 3 are released with an image encoder, so the
+  released folders are rejected; flavors of these sizes train from initial weights.
 
 ## Every other key, and every other model type
 

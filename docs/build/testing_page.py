@@ -247,8 +247,8 @@ NOT_TESTED = """\
   cuDNN or float8, and no speed and no curve is known. torch's CUDA build runs on a null CUDA, which
   replaces the driver and the libraries: it computes nothing, but shows which kernels are launched,
   memory, waits and the order of streams.
-- **Many ranks.** More than 64 real processes, more than two nodes, and nodes on real networks.
-  Figures for 16,384 ranks were measured with [ranks that do not
+- **Many ranks.** More than 64 real processes, more than two nodes, and nodes on real networks have
+  not run. Figures for 16,384 ranks were measured with [ranks that do not
   exist](../benchmarks/NOTEBOOK.md#many-ranks).
 - **Long curves.** A model of 4,600 parameters took a million steps. The longest curve of a model
   that learns has 2,000 steps.
@@ -256,8 +256,8 @@ NOT_TESTED = """\
 - **Python 3.14**, Windows and macOS.
 - **Layouts compiled with inductor.** The tests compile with the backend `aot_eager`; inductor runs
   on the null CUDA, which computes no numbers to compare.
-- **Types of local tensors** are not checked by `spmd-types` 0.3.1: its checker stops in the backward,
-  which would need its annotations in titanlite, and skips operations on DTensors.
+- **Types of local tensors** are not checked by `spmd-types` 0.3.1: its checker stops in the
+  backward, which would need its annotations in titanlite, and skips operations on DTensors.
 - **One failure is not explained.** A gloo rank in a pool of test processes dies now and then; where
   that was examined, the heap was corrupted. The tests run such a case again, once, with a warning
   ([what is known](../benchmarks/NOTEBOOK.md#a-known-failure-without-an-explanation))."""
@@ -334,8 +334,8 @@ def page() -> str:
         pages.wrapped(
             "The table lists silent bugs that users or authors of other programs reported in public, each with the "
             "nearest edit of titanlite that makes the same mistake, and the test that fails then. A report's state "
-            "(open or closed) is of September 2026 or earlier. Such a bug is no sign of a bad program: every trainer "
-            "is exposed to silent bugs."
+            "(open, closed or merged) is of September 2026 or earlier. Such a bug is no sign of a bad program: every "
+            "trainer is exposed to silent bugs."
         ),
         public_bugs.table(),
         "## Versions\n",
