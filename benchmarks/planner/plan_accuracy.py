@@ -244,7 +244,12 @@ def plan_of_published_run(run: dict[str, Any], *, with_bounds: bool) -> dict[str
     )
     planned, fragmentation = plan.tokens_per_second, 0 if "allocated" in run["memory_kind"] else FRAGMENTATION
     slowest, fastest = (planned * plan.step_seconds / seconds for seconds in reversed(plan.step_range))
-    result = {"name": run["name"], "tokens/s": run["tokens_per_second"], "planned": planned, "range": [slowest, fastest]}
+    result = {
+        "name": run["name"],
+        "tokens/s": run["tokens_per_second"],
+        "planned": planned,
+        "range": [slowest, fastest],
+    }
     planned_memory = plan.worst.peak.total * (1 + fragmentation) / 2**30
     return result | {"GiB": run["memory_gib"], "planned GiB": planned_memory} | bounds
 
@@ -306,7 +311,9 @@ TABLES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"any of {', '.join(TABLES)}; default: all")
-    parser.add_argument("--resume", metavar="LOG", type=Path, help="an earlier log, whose published runs are not planned")
+    parser.add_argument(
+        "--resume", metavar="LOG", type=Path, help="an earlier log, whose published runs are not planned"
+    )
     arguments = parser.parse_args()
     tables = arguments.tables or list(TABLES)
     if arguments.resume:

@@ -7,8 +7,10 @@ and writes its result at the end. Attention reaches half of its rate at some len
 bandwidth; over several nodes the bandwidth falls with their number.
 """
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import NormalDist
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -18,12 +20,18 @@ from titanlite.config.loader import read_toml
 
 
 class Share(NamedTuple):
-    """A share of a rate, or seconds: the expected value, and the least and the most that were published."""
+    """A share of a rate, or seconds: the expected value, and the least and the most that were published. `of` names the
+    devices that the figure was measured on, separated by spaces; "": an estimate."""
 
     expected: float
     low: float
     high: float
     source: str
+    of: str = ""
+
+    def basis(self, name: str) -> str:
+        """Return what the figure is for the device with that name."""
+        return "an estimate" if not self.of else "measured" if name in self.of.split() else "measured on another device"
 
 
 class Efficiency(pydantic.BaseModel):
@@ -37,6 +45,7 @@ class Efficiency(pydantic.BaseModel):
     cudnn: Share | None = None
     cudnn_backward: Share | None = None
     half_length: Sequence[int]
+    attention_tile: int = 128
     memory: Share
     interconnect: Share
     interconnect_reduce: Share | None = None
@@ -46,6 +55,28 @@ class Efficiency(pydantic.BaseModel):
 _TABLES = read_toml(str(Path(__file__).with_name("efficiency.toml")))
 ANY = SimpleNamespace(**{key: Share(*row) for key, row in _TABLES.pop("any").items()})
 """The shares and seconds of any architecture."""
+_OF_DEVICES = _TABLES.pop("devices")
 EFFICIENCY = {name: Efficiency(**rows) for name, rows in _TABLES.items()}
 TILE = 128
 """Rows, and columns, of a tile of a matrix product's result."""
+WIDER = 0.1
+"""The fraction by which either end of a range is farther off if the figure was measured on another device."""
+
+
+@functools.cache
+def reached(architecture: str, name: str) -> Efficiency:
+    """Return the shares that a device reaches: its own, or else its architecture's, with the range that they have for
+    it. `name` is the name of its table or file."""
+    shares = Efficiency(**(_TABLES[architecture] | _OF_DEVICES.get(name, {})))
+    wider = {
+        key: share._replace(low=share.low * (1 - WIDER), high=share.high * (1 + WIDER))
+        for key, share in shares
+        if isinstance(share, Share) and share.basis(name) == "measured on another device"
+    }
+    return shares.model_copy(update=wider)
+
+
+def slowest_of(n: int, spread: float) -> float:
+    """Return how many times longer the slowest of n devices takes than their mean, on which all wait in a step, if
+    their times are distributed normally with a standard deviation of `spread` (the usual approximation by quantiles)."""
+    return 1 + spread * NormalDist().inv_cdf((n - 0.375) / (n + 0.25))

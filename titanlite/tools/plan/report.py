@@ -178,7 +178,9 @@ GROUP_NAMES = {
     "network": "communication between nodes",
     "host": "the host",
     "overlap": "computation beside communication",
+    "devices": "how unequal devices are",
     "offload": "CPU offload",
+    "program": "what no rate says",
 }
 """Groups of times in words; the names of other groups are words already."""
 

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 GATHERED_AXES = ("fsdp", "efsdp")
 """Axes over which FSDP gathers weights and reduces gradients."""
+FSDP_STREAMS = {"all_gather", "reduce_scatter", "replicas"}
 
 
 class Run(NamedTuple):
@@ -180,7 +181,9 @@ class Streams:
             self._free[stream] += item.copy
 
     def _overlap(self, stream: str, seconds: float, before: float) -> None:
-        """Communicate on a stream from `before` on. Computation that was issued earlier runs slower beside it."""
-        begin = max(self.host, before, self._free[stream])
+        """Communicate on a stream from `before` on. Computation that was issued earlier runs slower beside it. FSDP's
+        streams share links, so that two collectives at a time take as long as one after the other."""
+        shared = FSDP_STREAMS if stream in FSDP_STREAMS else {stream}
+        begin = max(self.host, before, *(self._free[each] for each in shared))
         self._free[stream] = begin + seconds
         self.computed += self.slowdown * max(min(begin + seconds, self.computed) - begin, 0.0)
