@@ -78,5 +78,5 @@ def reached(architecture: str, name: str) -> Efficiency:
 
 def slowest_of(n: int, spread: float) -> float:
     """Return how many times longer the slowest of n devices takes than their mean, on which all wait in a step, if
-    their times are distributed normally with a standard deviation of `spread` (the usual approximation by quantiles)."""
+    their times are distributed normally with a standard deviation of `spread` (approximately, by a quantile)."""
     return 1 + spread * NormalDist().inv_cdf((n - 0.375) / (n + 0.25))

@@ -238,7 +238,7 @@ def overhead_bytes(device: Device, degrees: Iterable[int]) -> dict[str, int]:
     if device.kind == "cpu":
         return {}
     groups = 1 + sum(degree > 1 for degree in degrees)
-    return {"CUDA context": CONTEXT_BYTES, f"{groups} process groups": groups * GROUP_BYTES}
+    return {"CUDA context": CONTEXT_BYTES, f"NCCL buffers of {groups} groups": groups * GROUP_BYTES}
 
 
 def _rank_plan(config: Config, rank: int, points: list[Point], overhead: dict[str, int]) -> RankPlan:
