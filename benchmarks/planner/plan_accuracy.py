@@ -1,6 +1,6 @@
 """Measure how accurate plans are: memory against real runs on this machine, memory and speed against published runs.
 
-    python -m benchmarks.planner.plan_accuracy [layouts] [experts] [published] [mixtures] [bubbles] [cost]
+    python -m benchmarks.planner.plan_accuracy [layouts] [experts] [published] [mixtures] [2026] [bubbles] [cost]
 
 layouts: memory on a CPU. Real ranks over gloo take three training steps of a small model under each layout. The third
 step's peak is the memory of all tensors before it plus the growth of the process at its peak (resident_memory.py). The
@@ -9,15 +9,19 @@ plan is of the same config. Both are of the rank that needs the most. They share
 experts: the same, of models with experts. Their routers choose experts in turn, as the plan assumes, or the first ones.
 
 published: throughput and memory that others reported (published_runs.toml), each with the plan of the same model,
-degrees, batch, precision and kind of device, and the range of its speed. Their memory is what the allocator reserved,
-so the plan adds fragmentation, but not the CUDA context.
+degrees, batch, precision and kind of device, and the range of its speed. Where their memory is what the allocator
+reserved, the plan adds fragmentation, but not the CUDA context; where it is what was allocated, nothing. Memory is not
+scored where a row says what of its kind is not known (SCORED_MEMORY). A row of [[oom]] must not fit.
 
 mixtures: the same, of mixtures of experts (published_moe_runs.toml), with three bounds on what another program may gain
 (moe_bounds.py). published_page.py writes their table in NOTEBOOK.md from the log.
 
+2026: the same, of published_runs_2026.toml, in which no plan was ever compared before its first log. --resume LOG takes
+the lines of published runs from an earlier log that was not finished, and plans the others.
+
 bubbles: the schedules of pipeline_bubble.py, simulated and measured. cost: what two plans cost to compute.
 
-Prints JSON lines, then a table for each of the six. The bound for memory on a CPU is 3 %.
+Prints JSON lines, then a table for each of the seven. The bound for memory on a CPU is 3 %.
 """
 
 import argparse
@@ -131,6 +135,11 @@ LAYOUTS_WITH_EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
 ALLOWED = 0.03
 
 PUBLISHED, PUBLISHED_MIXTURES = HERE / "published_runs.toml", HERE / "published_moe_runs.toml"
+PUBLISHED_2026 = HERE / "published_runs_2026.toml"
+SCORED_MEMORY = "max allocated", "max reserved", "allocated"
+"""How the kind of a memory that is scored begins. Unknown kinds, and nvidia-smi's, are printed and not scored."""
+FINISHED: dict[str, dict[str, Any]] = {}
+"""By name: the results of published runs that an earlier log has."""
 
 
 def config_of(options: dict[str, Any], ranks: int) -> tuple[Any, Config, Launch]:
@@ -199,32 +208,50 @@ def compare_with_real_runs(layouts: dict[str, tuple[int, dict[str, Any]]]) -> li
 
 def compare_with_published_runs(path: Path) -> list[str]:
     """Return the lines of the table, and how far the plans are off in total."""
-    runs = read_toml(str(path))["run"]
-    width = max(len(run["name"]) for run in runs)
+    table = read_toml(str(path))
+    width = max(len(run["name"]) for run in table["run"])
     head = f"{'tokens/s':>9} {'planned':>9} {'off':>7} {'from':>6} {'to':>6} {'GiB':>7} {'planned':>7} {'off':>7}"
-    lines, speeds, memories, in_range = [f"{'':{width}} {'device':14} {'devices':>7} {head}"], [], [], 0
-    for run in sorted(runs, key=lambda run: (run["device"], run["framework"], run["name"])):
-        loaded, devices = load(arguments_of(run)), run["devices"]
-        mixture = path == PUBLISHED_MIXTURES
-        plan, bounds = (
-            moe_bounds.plan_with_bounds(loaded, devices) if mixture else (make_plan(loaded, world_size=devices), {})
-        )
-        published, planned = run["tokens_per_second"], plan.tokens_per_second
-        slowest, fastest = (planned * plan.step_seconds / seconds for seconds in reversed(plan.step_range))
-        memory, planned_memory = run["memory_gib"], plan.worst.peak.total * (1 + FRAGMENTATION) / 2**30
-        result = {"name": run["name"], "tokens/s": published, "planned": planned, "range": [slowest, fastest]}
-        print(json.dumps(result | {"GiB": memory, "planned GiB": planned_memory} | bounds), flush=True)
-        speeds.append(planned / published - 1)
+    lines, speeds, memories, widths, in_range = [f"{'':{width}} {'device':14} {'devices':>7} {head}"], [], [], [], 0
+    for run in sorted(table["run"], key=lambda run: (run["device"], run["framework"], run["name"])):
+        result = FINISHED.get(run["name"]) or plan_of_published_run(run, with_bounds=path == PUBLISHED_MIXTURES)
+        print(json.dumps(result), flush=True)
+        published, (slowest, fastest), memory = result["tokens/s"], result["range"], result["GiB"]
+        speeds.append(result["planned"] / published - 1)
+        widths.append(fastest / slowest)
         in_range += slowest <= published <= fastest
-        cells = f"{published:9,.0f} {planned:9,.0f} {speeds[-1]:+7.1%} "
+        cells = f"{published:9,.0f} {result['planned']:9,.0f} {speeds[-1]:+7.1%} "
         cells += f"{slowest / published - 1:+6.0%} {fastest / published - 1:+6.0%} "
         if memory:
-            memories.append(planned_memory / memory - 1)
-            cells += f"{memory:7.1f} {planned_memory:7.1f} {memories[-1]:+7.1%}"
+            off, scored = result["planned GiB"] / memory - 1, run["memory_kind"].startswith(SCORED_MEMORY)
+            memories += [off] if scored and not run.get("memory_unknown") else []
+            cells += f"{memory:7.1f} {result['planned GiB']:7.1f} {off:+7.1%}{'' if scored else ' not scored'}"
         device = Path(run["device"]).stem
         lines.append(f"{run['name']:{width}} {device:14} {run['devices']:7,} {cells}".rstrip())
-    return [*lines, "", summary("speed", speeds), f"the published speed is in the range of {in_range} of {len(runs)}",
-            summary("memory", memories)]  # fmt: skip
+    for run in table.get("oom", []):
+        plan = make_plan(load(arguments_of(run)), world_size=run["devices"])
+        fits = plan.worst.total <= plan.device.memory
+        lines.append(f"{run['name']:{width}} did not fit; planned {plan.worst.total / 2**30:.1f} GiB: {fits=}")
+    lines += ["", summary("speed", speeds), f"the published speed is in the range of {in_range} of {len(speeds)}"]
+    lines.append(f"highest over lowest speed of a range: median {statistics.median(widths):.2f}")
+    return [*lines, *([summary("memory", memories)] if memories else [])]
+
+
+def plan_of_published_run(run: dict[str, Any], *, with_bounds: bool) -> dict[str, Any]:
+    """Return the speed and the memory of a published run and of its plan."""
+    loaded, devices = load(arguments_of(run)), run["devices"]
+    plan, bounds = (
+        moe_bounds.plan_with_bounds(loaded, devices) if with_bounds else (make_plan(loaded, world_size=devices), {})
+    )
+    planned, fragmentation = plan.tokens_per_second, 0 if "allocated" in run["memory_kind"] else FRAGMENTATION
+    slowest, fastest = (planned * plan.step_seconds / seconds for seconds in reversed(plan.step_range))
+    result = {
+        "name": run["name"],
+        "tokens/s": run["tokens_per_second"],
+        "planned": planned,
+        "range": [slowest, fastest],
+    }
+    planned_memory = plan.worst.peak.total * (1 + fragmentation) / 2**30
+    return result | {"GiB": run["memory_gib"], "planned GiB": planned_memory} | bounds
 
 
 def arguments_of(run: dict[str, Any]) -> list[str]:
@@ -275,6 +302,7 @@ TABLES = {
     "experts": functools.partial(compare_with_real_runs, LAYOUTS_WITH_EXPERTS),
     "published": functools.partial(compare_with_published_runs, PUBLISHED),
     "mixtures": functools.partial(compare_with_published_runs, PUBLISHED_MIXTURES),
+    "2026": functools.partial(compare_with_published_runs, PUBLISHED_2026),
     "bubbles": compare_with_measured_bubbles,
     "cost": measure_planning,
 }
@@ -283,7 +311,14 @@ TABLES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"any of {', '.join(TABLES)}; default: all")
-    tables = parser.parse_args().tables or list(TABLES)
+    parser.add_argument(
+        "--resume", metavar="LOG", type=Path, help="an earlier log, whose published runs are not planned"
+    )
+    arguments = parser.parse_args()
+    tables = arguments.tables or list(TABLES)
+    if arguments.resume:
+        lines = [json.loads(line) for line in arguments.resume.read_text().splitlines() if line.startswith('{"name"')]
+        FINISHED.update({line["name"]: line for line in lines})
     if unknown := set(tables) - set(TABLES):
         parser.error(f"unknown table: {', '.join(sorted(unknown))}")
     map_each_tensor()

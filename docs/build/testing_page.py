@@ -223,7 +223,7 @@ def evidence(layouts: Layouts, noticed: int) -> list[Evidence]:
                  log("long_run_1000000.log")),
         Evidence("hostile and damaged inputs", f"{inputs} cases of {kinds} kinds", "every commit", "pytest",
                  "[list](reliability.md#hostile-and-damaged-input)"),
-        Evidence("published training runs beside the plan's estimate", published_runs(), "2026-11-23",
+        Evidence("published training runs beside the plan's estimate", published_runs(), "2026-11-27",
                  "python -m benchmarks.planner.plan_accuracy published", log("plan_accuracy_published.log")),
         Evidence("curves that others published", "nanoGPT's and torchtitan's (below); 100 steps of a third",
                  "2026-11-25",

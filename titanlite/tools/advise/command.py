@@ -75,6 +75,7 @@ def main(argv: list[str]) -> int:
     if not result.fitting():
         needed, memory = result.least_bytes() / GIB, task.device.memory / GIB
         out.print(f"nothing fits: the layout that needs least memory needs {needed:,.1f} of {memory:,.1f} GiB")
+        out.print(result.remedy(), soft_wrap=True)
         return 1
     out.print(layout_table(result, options.top))
     for line in explain(result):

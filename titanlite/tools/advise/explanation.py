@@ -18,9 +18,9 @@ def layout_table(search: Search, n_layouts: int) -> Table:
     """Return a table of the fastest planned layouts that fit."""
     caption = "batch: sequences per device, by those of a pipeline's microbatch; AC: activation checkpointing"
     table = Table(title=f"{len(search.planned)} layouts planned; *: recommended", title_justify="left", caption=caption)
-    for name in ("", "layout", "schedule", "batch", "AC"):
+    for name in ("", "layout", "schedule", "batch, sequences", "AC"):
         table.add_column(name)
-    for name in ("GiB", "tokens/s per device", "from", "to", "MFU"):
+    for name in ("GiB per device", "tokens/s per device", "from, tokens/s", "to, tokens/s", "MFU"):
         table.add_column(name, justify="right")
     recommended = search.recommended()
     for number, layout in enumerate(search.fitting()[:n_layouts], 1):

@@ -6,6 +6,7 @@ then those that recompute least and split the model least. The last round plans 
 plan corrects the memory estimates of similar layouts. Only a layout that was planned is recommended.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from concurrent.futures import as_completed
@@ -93,6 +94,17 @@ class Search:
         """Return the bytes of the candidate that needs the least memory, planned or not."""
         estimates = (estimate_bytes(self.task, candidate) for candidate in candidates(self.task))
         return min([*estimates, *(layout.bytes for layout in self.planned if not layout.problem)], default=math.inf)
+
+    def remedy(self) -> str:
+        """Return a line on how many devices would do by the estimate, and on options that need less memory."""
+        options = (
+            'optimizer.state_dtype = "bfloat16" or training.enable_cpu_offload = true in a config need less memory'
+        )
+        for n in (self.task.n_devices * 2**i for i in range(1, 5)):
+            task = dataclasses.replace(self.task, n_devices=n, sequences=max(self.task.sequences // n, 1) * n)
+            if any(self.fits(estimate_bytes(task, candidate)) for candidate in candidates(task)):
+                return f"by the estimate, {n:,} devices would do; {options}"
+        return f"by the estimate, {n:,} devices would not do either; {options}"
 
     def corrected_bytes(self) -> Callable[[Candidate], float]:
         """Return a function that estimates a candidate's bytes, corrected by the plans of similar candidates."""

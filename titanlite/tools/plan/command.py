@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
     if arguments.html:
         from titanlite.tools.plan.figures import write_html  # late import: matplotlib takes a second
 
-        write_html(plan, loaded.file, arguments.html)
+        write_html(plan, Path(loaded.file).name, arguments.html)
         print(f"wrote {arguments.html}")
     complete = not arguments.explore or write_explorer(plan, config_arguments, axes, seconds, arguments.explore)
     print(f"{time.monotonic() - begin:.0f} s")

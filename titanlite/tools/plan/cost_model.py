@@ -11,13 +11,25 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from titanlite.metrics.devices import Device
 from titanlite.tools.plan import measured_rates
-from titanlite.tools.plan.efficiency import ANY, EFFICIENCY, TILE, Share
+from titanlite.tools.plan.efficiency import ANY, TILE, Share, reached, slowest_of
 from titanlite.tools.plan.op_trace import BUFFER, Communication, Dispatch, Event, HostWait, Work
 from titanlite.tools.plan.streams import GATHERED_AXES, Arrival, Collective, CopyIn, CopyOut, Item, Run, Streams, Wait
 
-GROUPS = ("matmul", "attention", "memory", "interconnect", "network", "host", "overlap", "offload")
+GROUPS = ("matmul", "attention", "memory", "interconnect", "network", "host", "overlap", "devices", "offload")
 """Groups of times. Each group has an uncertainty, independent of the other groups'."""
 LEAST_SPREAD = 0.05  # least relative uncertainty of times on a calibrated device
+FULL_WAVES = 14 / 15
+"""What attention's share of a rate lost to its last wave where it was measured: 8,192 tokens of 128 heads, 14 waves."""
+ROW_BYTES = 227 * 1024
+"""Bytes of a row that a multiprocessor's shared memory holds. torch's softmax reads a longer row from device memory for
+its largest value, for its sum and for the result; its backward reads the gradient twice, half of what it reads."""
+SOFTMAX_READS = {"aten._log_softmax": 3.0, "aten._log_softmax_backward_data": 1.5}
+
+
+def _times_read(work: Work) -> float:
+    """Return how many times an operator reads its inputs from device memory."""
+    long_rows = work.outputs and work.outputs[0].shape and 4 * work.outputs[0].shape[-1] > ROW_BYTES
+    return SOFTMAX_READS.get(work.name, 1.0) if long_rows else 1.0
 
 
 @dataclasses.dataclass
@@ -86,6 +98,8 @@ class CostModel:
             longest. "": all times are as expected.
         offload: under CPU offload, bytes of a gradient in host memory per byte that FSDP reduces; otherwise None.
         cudnn: whether cuDNN computes attention, whatever backend the dry run used.
+        name: the name of the device, which tells the range of its rates (efficiency.reached).
+        n_devices: number of devices that wait for each other.
     """
 
     def __init__(
@@ -98,11 +112,14 @@ class CostModel:
         faster: bool = False,
         offload: float | None = None,
         cudnn: bool = False,
+        name: str = "",
+        n_devices: int = 1,
     ):
         self.offload, self.is_sharded = offload, any(name in GATHERED_AXES and len(x) > 1 for name, x in axes.values())
         self.device, self.axes, self.devices_per_node = device, axes, devices_per_node
         self.changed, self.faster, self.cudnn = changed, faster, cudnn
-        self.efficiency = EFFICIENCY[device.architecture if device.kind == "gpu" else "cpu"]
+        self.efficiency = reached(device.architecture if device.kind == "gpu" else "cpu", name)
+        self.slowest = slowest_of(n_devices, self._seconds("devices", ANY.device_spread)) if device.kind == "gpu" else 1
         self._items: dict[int, tuple[Cost, list[Item], list[Event]]] = {}  # key: id of the kept list of events
 
     def streams(self) -> Streams:
@@ -148,7 +165,10 @@ class CostModel:
             elif isinstance(event, HostWait):
                 own.cost.host_waits += 1
                 own.add(Wait(self._seconds("host", ANY.host_wait)))
-            elif isinstance(event, Communication) and (collective := self._collective(event, own.cost)):
+            elif isinstance(event, Communication):
+                own.host += self._unit_seconds(event)
+                if not (collective := self._collective(event, own.cost)):
+                    continue
                 if own.copying and collective.name == "all_gather" and collective.axis in GATHERED_AXES:
                     collective, own.copying = collective._replace(copy=own.copying), 0.0
                 own.add(collective)
@@ -285,6 +305,11 @@ class CostModel:
         seconds = dispatch.operators * self._seconds("host", ANY.operator)
         return seconds + dispatch.on_dtensors * self._seconds("host", ANY.dtensor)
 
+    def _unit_seconds(self, event: Communication) -> float:
+        """Return how long the host takes for what FSDP does besides operators when it gathers or reduces a unit."""
+        is_unit = self._axis(event.group)[0] in GATHERED_AXES and event.name != "all_reduce"
+        return self._seconds("host", ANY.fsdp_unit) if is_unit and not self.device.measured else 0.0
+
     def work_seconds(self, work: Work) -> tuple[str, float]:
         """Return an operator's category and its seconds."""
         if work.kernels > 1:  # a device runs two of the kernels at a time
@@ -293,12 +318,11 @@ class CostModel:
         category = "memory" if not work.flops else "attention" if "attention" in work.name else "matmul"
         if self.device.measured:
             return category, self._measured(category, measured_rates.work_seconds(self.device.measured, work))
-        start = self._seconds("host", ANY.kernel)
-        memory = (work.read + work.written) / (self.device.memory_bandwidth * self._memory())
+        memory = (work.read * _times_read(work) + work.written) / (self.device.memory_bandwidth * self._memory())
         if category == "memory":
-            return category, max(memory, start)
+            return category, self.slowest * (memory + self._seconds("host", ANY.next_kernel))
         seconds = self._attention_seconds(work) if category == "attention" else self._matmul_seconds(work)
-        return category, start + max(seconds, memory)
+        return category, self.slowest * (self._seconds("host", ANY.kernel) + max(seconds, memory))
 
     def _memory(self) -> float:
         return self._rate("memory", self.efficiency.memory)
@@ -317,12 +341,17 @@ class CostModel:
         return work.flops / (peak * share * full) + writing
 
     def _attention_seconds(self, work: Work) -> float:
-        """Return the seconds of attention, whose FLOP/s grow with the number of keys of a query."""
+        """Return the seconds of attention, whose FLOP/s grow with the number of keys of a query, and with the tiles of
+        queries of all heads: under a causal mask a tile is half as much work on average as the longest tile."""
         backward, efficiency = "backward" in work.name, self.efficiency
         of_cudnn = (efficiency.cudnn, efficiency.cudnn_backward)[backward] if self.cudnn else None
         share = self._rate("attention", of_cudnn or (efficiency.flash, efficiency.flash_backward)[backward])
-        keys, half = work.sizes[1], efficiency.half_length[backward]
-        return work.flops / (getattr(self.device, work.dtype) * share * keys / (keys + half))
+        (queries, keys, head_dim), half = work.sizes[:3], efficiency.half_length[backward]
+        heads = work.flops / ((5 if backward else 2) * queries * keys * head_dim)
+        tile = efficiency.attention_tile if self.cudnn else TILE
+        waves = heads * queries / tile / 2 / efficiency.multiprocessors
+        rate = getattr(self.device, work.dtype) * share * keys / (keys + half)
+        return work.flops / rate * (1 + 1 / waves) / FULL_WAVES
 
     def collective_seconds(self, name: str, size: int, ranks: list[int]) -> float:
         """Return the seconds of a collective of `size` bytes over some ranks."""

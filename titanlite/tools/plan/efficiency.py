@@ -6,8 +6,10 @@ and writes its result at the end. Attention reaches half of its rate at `half_le
 and a bandwidth, which falls with the number of nodes.
 """
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import NormalDist
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -17,12 +19,18 @@ from titanlite.config.loader import read_toml
 
 
 class Share(NamedTuple):
-    """A share of a rate, or seconds: the expected value, and the least and the most that were published."""
+    """A share of a rate, or seconds: the expected value, and the least and the most that were published. `of` names the
+    devices that the figure was measured on, separated by spaces; "": an estimate."""
 
     expected: float
     low: float
     high: float
     source: str
+    of: str = ""
+
+    def basis(self, name: str) -> str:
+        """Return what the figure is for the device with that name."""
+        return "an estimate" if not self.of else "measured" if name in self.of.split() else "measured on another device"
 
 
 class Efficiency(pydantic.BaseModel):
@@ -36,6 +44,7 @@ class Efficiency(pydantic.BaseModel):
     cudnn: Share | None = None
     cudnn_backward: Share | None = None
     half_length: Sequence[int]
+    attention_tile: int = 128
     memory: Share
     interconnect: Share
     interconnect_reduce: Share | None = None
@@ -44,5 +53,27 @@ class Efficiency(pydantic.BaseModel):
 
 _TABLES = read_toml(str(Path(__file__).with_name("efficiency.toml")))
 ANY = SimpleNamespace(**{key: Share(*row) for key, row in _TABLES.pop("any").items()})  # for any architecture
+_OF_DEVICES = _TABLES.pop("devices")
 EFFICIENCY = {name: Efficiency(**rows) for name, rows in _TABLES.items()}
 TILE = 128  # rows and columns of a tile of a matrix product's result
+WIDER = 0.1
+"""Fraction by which both ends of a range are farther apart if the rate was measured on another device."""
+
+
+@functools.cache
+def reached(architecture: str, name: str) -> Efficiency:
+    """Return the shares of rates that a device reaches: its own, or else its architecture's with wider ranges. `name`
+    is the name of the device's table or file."""
+    shares = Efficiency(**(_TABLES[architecture] | _OF_DEVICES.get(name, {})))
+    wider = {
+        key: share._replace(low=share.low * (1 - WIDER), high=share.high * (1 + WIDER))
+        for key, share in shares
+        if isinstance(share, Share) and share.basis(name) == "measured on another device"
+    }
+    return shares.model_copy(update=wider)
+
+
+def slowest_of(n: int, spread: float) -> float:
+    """Return by which factor the slowest of n devices, for which all wait in a step, is slower than their mean, if the
+    times have a normal distribution with a standard deviation of `spread` (approximated by a quantile)."""
+    return 1 + spread * NormalDist().inv_cdf((n - 0.375) / (n + 0.25))

@@ -141,7 +141,9 @@ def write_explorer(plan: Plan, arguments: list[str], axes: dict[str, list[Any]],
                 entries[key] |= entry
             advance(futures[future])
         complete = True
-    title = f"titanlite plan: {own.file}, {plan.config.model.flavor} on {quantity(plan.world_size, 'device')}"
+    title = (
+        f"titanlite plan: {Path(own.file).name}, {plan.config.model.flavor} on {quantity(plan.world_size, 'device')}"
+    )
     colours = KIND_COLOURS | SHARE_COLOURS | {"overhead": "#777777"}
     text = json.dumps({"axes": axes, "colours": colours, "entries": entries}, separators=(",", ":"))
     body = Path(__file__).with_name("explore.html").read_text(encoding="utf-8").replace("[[TITLE]]", html.escape(title))

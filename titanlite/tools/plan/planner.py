@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from pathlib import Path
 
 import torch
 
@@ -26,6 +27,7 @@ from titanlite.metrics.flops import flops_per_token
 from titanlite.tools.forkserver import forkserver
 from titanlite.tools.plan.cost_model import GROUPS, CostModel
 from titanlite.tools.plan.dry_run import DryRun, checkpointing_period, dry_run
+from titanlite.tools.plan.efficiency import ANY
 from titanlite.tools.plan.memory_timeline import Bytes, Point
 from titanlite.tools.plan.result import Plan, RankPlan, devices_per_node
 from titanlite.tools.plan.schedule import all_actions
@@ -86,6 +88,7 @@ def make_plan(
     dtype, reduced = (getattr(torch, name) for name in (config.training.dtype, config.training.mixed_precision_reduce))
     offloads = config.training.enable_cpu_offload and device.kind == "gpu"
     rates = {"offload": dtype.itemsize / reduced.itemsize if offloads else None, "cudnn": takes_cudnn(config, device)}
+    rates |= {"name": Path(config.plan.device).stem, "n_devices": world}
 
     def time_of(changed: str = "", *, faster: bool = False) -> StepTime:
         models = (CostModel(device, run.axes, per_node, changed, faster=faster, **rates) for run in dry_runs)
@@ -98,6 +101,8 @@ def make_plan(
     degrees += [parallelism.ring_degree, parallelism.context_parallel_ulysses_degree, shards]
     if (expert := parallelism.expert_parallel_degree) > 1:  # expert-parallel axes have their own groups (mesh.py)
         degrees += [expert, shards * parallelism.tensor_parallel_degree // expert]
+    estimated = device.kind == "gpu" and not device.measured
+    program = ANY.program if estimated else ANY.program._replace(low=1.0, high=1.0)
     sizes, overhead = build.parameter_sizes(config), overhead_bytes(device, degrees)
     of_tp = [size // count for (_, name), (count, size) in step.cost.communication.items() if "overlapped" in name]
     overhead |= {"symmetric memory": 2 * max(of_tp) // parallelism.tensor_parallel_degree} if of_tp else {}
@@ -112,7 +117,8 @@ def make_plan(
         spread={
             group: (time_of(group, faster=True).seconds - step.seconds, time_of(group).seconds - step.seconds)
             for group in GROUPS
-        },
+        }
+        | {"program": (step.seconds * (program.low - 1), step.seconds * (program.high - 1))},
         update_seconds=step.update_seconds,
         flops_per_token=flops_per_token(sizes, config.model, config.training.seq_len),
         n_parameters=sum(sizes.values()),
@@ -222,7 +228,7 @@ def overhead_bytes(device: Device, degrees: Iterable[int]) -> dict[str, int]:
     if device.kind == "cpu":
         return {}
     groups = 1 + sum(degree > 1 for degree in degrees)
-    return {"CUDA context": CONTEXT_BYTES, f"{groups} process groups": groups * GROUP_BYTES}
+    return {"CUDA context": CONTEXT_BYTES, f"NCCL buffers of {groups} groups": groups * GROUP_BYTES}
 
 
 def _rank_plan(config: Config, rank: int, points: list[Point], overhead: dict[str, int]) -> RankPlan:

@@ -2,6 +2,7 @@
 
 import collections
 import math
+from pathlib import Path
 
 from rich import box
 from rich.console import Console, Group
@@ -10,7 +11,7 @@ from rich.text import Text
 
 from titanlite.metrics.summary import describe_mesh, describe_precision
 from titanlite.tools.plan.connections import gloo_connections, process_groups
-from titanlite.tools.plan.efficiency import ANY
+from titanlite.tools.plan.efficiency import ANY, Share, reached
 from titanlite.tools.plan.expert_load import expert_load
 from titanlite.tools.plan.hints import hints
 from titanlite.tools.plan.result import Plan, devices_per_node
@@ -18,6 +19,13 @@ from titanlite.tools.plan.saving import saving
 from titanlite.tools.plan.segments import KINDS
 
 GIB, WIDTH = 2**30, 126
+KIND_WORDS = {
+    "gathered": "weights that FSDP has all-gathered",
+    "activations": "saved for the backward",
+    "communication": "messages, and buffers of collectives",
+    "temporary": "freed in the pass that allocates it",
+}
+"""Kinds of memory whose names do not say what they are."""
 
 
 def verdict(plan: Plan) -> tuple[bool, str]:
@@ -40,6 +48,7 @@ def report(plan: Plan, file: str) -> Group:
             f"{describe_mesh(plan.config)} = {plan.world_size} x {plan.config.plan.device} "
             f"({plan.device.source}), {devices_per_node(plan.config, plan.device)} per node"
         ),
+        Text(rates_line(plan)),
         Text(describe_precision(plan.config)),
         *([Text(experts_line(plan))] if plan.config.model.moe.n_experts else []),
         memory_table(plan),
@@ -89,8 +98,24 @@ def memory_table(plan: Plan) -> Table:
         name = f"pp {rank.rank}" if len(plan.ranks) > 1 else "each"
         table.add_row(name, *(f"{size / GIB:.2f}" for size in sizes), style="bold" if rank is plan.worst else "")
     overhead = ", ".join(f"{name} {size / GIB:.2f}" for name, size in plan.worst.overhead.items())
-    table.caption = f"non-tensor overhead: {overhead}" if overhead else None
+    words = "; ".join(f"{kind}: {text}" for kind, text in KIND_WORDS.items() if kind in shown)
+    table.caption = "\n".join(filter(None, (words, f"non-tensor overhead: {overhead}" if overhead else "")))
     return table
+
+
+def rates_line(plan: Plan) -> str:
+    """Return a line on where the rates of the plan are from."""
+    if plan.device.measured:
+        return "rates: measured by titanlite calibrate"
+    architecture, name = (
+        (plan.device.architecture, plan.config.plan.device) if plan.device.kind == "gpu" else ("cpu", "")
+    )
+    shares: dict[str, list[str]] = {}
+    for key, share in reached(architecture, Path(name).stem):
+        if isinstance(share, Share):
+            shares.setdefault(share.basis(Path(name).stem), []).append(key.replace("_", " "))
+    bases = "; ".join(f"{basis}: {', '.join(keys)}" for basis, keys in shares.items())
+    return f"rates: the data sheet's, times shares that are {bases}"
 
 
 def experts_line(plan: Plan) -> str:
@@ -158,7 +183,8 @@ def connections_line(plan: Plan) -> str:
     counts = collections.Counter(name for name, _ in process_groups(plan))
     names = ", ".join(name if count == 1 else f"{count} x {name}" for name, count in counts.items())
     first, others = gloo_connections(plan)
-    line = f"process groups per rank: {counts.total()} ({names}); gloo connections, computed: at most "
+    line = f"process groups per rank: {counts.total()}, with those of one rank and of checkpoints ({names}); "
+    line += "gloo connections, computed: at most "
     return line + f"{first:,} on rank 0, {others:,} on another"
 
 
@@ -177,7 +203,9 @@ GROUP_NAMES = {
     "network": "communication between nodes",
     "host": "the host",
     "overlap": "computation beside communication",
+    "devices": "how unequal devices are",
     "offload": "CPU offload",
+    "program": "what no rate says",
 }
 """Names of groups of times in messages; a group that is not listed keeps its name."""
 

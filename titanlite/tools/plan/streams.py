@@ -24,6 +24,7 @@ from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
 GATHERED_AXES = ("fsdp", "efsdp")  # axes over which FSDP gathers weights and reduces gradients
+FSDP_STREAMS = {"all_gather", "reduce_scatter", "replicas"}
 
 
 class Run(NamedTuple):
@@ -171,7 +172,9 @@ class Streams:
             self._free[stream] += item.copy
 
     def _overlap(self, stream: str, seconds: float, before: float) -> None:
-        """Communicate on a stream, from `before` at the earliest. Computation already issued runs slower meanwhile."""
-        begin = max(self.host, before, self._free[stream])
+        """Communicate on a stream, from `before` at the earliest. Computation already issued runs slower meanwhile.
+        FSDP's streams share links, so that two collectives at a time take as long as one after the other."""
+        shared = FSDP_STREAMS if stream in FSDP_STREAMS else {stream}
+        begin = max(self.host, before, *(self._free[each] for each in shared))
         self._free[stream] = begin + seconds
         self.computed += self.slowdown * max(min(begin + seconds, self.computed) - begin, 0.0)
