@@ -158,7 +158,7 @@ def forward_backward(recorded: RecordedStep, dtypes: Dtypes, mean_BT: Tensor | N
     model.materialize(CPU)
     routes.follow(model)
     if compute != torch.float64:
-        _round_angles(model)
+        round_angles(model)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             tensor.copy_(recorded.weights.get(name, tensor))  # a tied head is the embedding
@@ -189,10 +189,10 @@ def forward_backward(recorded: RecordedStep, dtypes: Dtypes, mean_BT: Tensor | N
     return Pass(losses_BT, (losses_BT * mean_BT).sum(), gradients, routes)
 
 
-def _round_angles(model: Llama) -> None:
+def round_angles(model: Llama) -> None:
     """Compute the rotary table from angles in float32, like programs that compute in float32 or less."""
     tables = [rope_table(kind, model.max_seq_len, model.rope.dtype, torch.float32) for kind in model.rope_kinds]
-    model.rope = torch.stack(tables)
+    model.rope = torch.stack(tables).to(model.rope.device)
 
 
 def updates(recorded: RecordedStep, gradients: Tensors, dtype: torch.dtype) -> Tensors:
