@@ -27,6 +27,7 @@ COMMANDS = {
     "config": ("titanlite.tools.config", "print, compare or convert configs, or print all options"),
     "generate": ("titanlite.tools.generate.command", "continue prompts with a trained model"),
     "eval": ("titanlite.tools.evaluate", "compute the loss of a model on a dataset"),
+    "logprobs": ("titanlite.tools.logprobs", "compute log-probabilities, and compare a trainer's and an engine's"),
     "export": ("titanlite.tools.export", "write a checkpoint as a Hugging Face folder"),
 }
 """Module and description of each subcommand. A module's `main(argv)` returns the exit status or raises ConfigError."""

@@ -120,16 +120,8 @@ def main(argv: list[str]) -> int:
 
 def read_prompts(file: Path) -> list[str]:
     """Return the prompts of a file: its lines or, in a .jsonl file, the "prompt" of each line's JSON object. Raises
-    ConfigError if the file cannot be read or has more than LARGEST_FILE characters."""
-    options, lines, size = Training(dataset="text", text_sample_by="line"), [], 0
-    try:
-        for row in read_rows(options, segment_of(options, file), ["text"]):
-            lines.append(row.values["text"])
-            size += len(lines[-1]) + 1
-            if size > LARGEST_FILE:
-                raise ConfigError([f"{file}: expected at most {LARGEST_FILE:,} characters"])
-    except ConfigError as error:
-        raise ConfigError([f"--prompts {problem}" for problem in error.problems]) from None
+    ConfigError as `read_lines` does, or if a line has no prompt."""
+    lines = read_lines(file, "--prompts ")
     if ".jsonl" not in file.suffixes:
         return lines
     prompts = []
@@ -140,6 +132,21 @@ def read_prompts(file: Path) -> list[str]:
             problem = f'{file}: line {number_of_line}: expected a JSON object with a string "prompt"'
             raise ConfigError([problem]) from None
     return prompts
+
+
+def read_lines(file: Path, argument: str = "") -> list[str]:
+    """Return the lines of a file, which end as in training data. Raises ConfigError, with the argument that names the
+    file, if it cannot be read or has more than LARGEST_FILE characters."""
+    options, lines, size = Training(dataset="text", text_sample_by="line"), [], 0
+    try:
+        for row in read_rows(options, segment_of(options, file), ["text"]):
+            lines.append(row.values["text"])
+            size += len(lines[-1]) + 1
+            if size > LARGEST_FILE:
+                raise ConfigError([f"{file}: expected at most {LARGEST_FILE:,} characters"])
+    except ConfigError as error:
+        raise ConfigError([f"{argument}{problem}" for problem in error.problems]) from None
+    return lines
 
 
 def check_length(options: Model, longest: int, new: int, batch_size: int, itemsize: float) -> None:

@@ -26,7 +26,7 @@ from titanlite.optimizer import build_adam
 from titanlite.rope import rope_table
 from titanlite.tools.parity.compare import FLOAT64_TOLERANCE, ROUNDING_FACTOR
 from titanlite.tools.parity.ratios import Row, clusters, describe, relative
-from titanlite.tools.parity.recorded_step import Dtypes, RecordedStep, read_step
+from titanlite.tools.parity.recorded_step import Dtypes, RecordedStep, read_steps
 from titanlite.tools.parity.reference import token_losses
 from titanlite.tools.parity.routes import Routes, set_loads, with_balance_loss
 
@@ -47,9 +47,15 @@ class Pass(NamedTuple):
 
 
 def run_against(folder: Path) -> int:
-    """Print the comparison with the step in a folder. Return the exit status: 0 if rounding explains every difference,
-    1 if not, 2 if rounding explains wrong factors. Raises ConfigError if the folder is wrong or the step infinite."""
-    recorded = read_step(folder)
+    """Print the comparison with the steps in a folder. Return the exit status: 0 if rounding explains every difference,
+    1 if not, 2 if rounding explains wrong factors. Raises ConfigError if the folder is wrong or a step infinite."""
+    first, *second = read_steps(folder)
+    statuses = [_report(folder, first), *(_report(folder / "second", each) for each in second)]
+    return 1 if 1 in statuses else max(statuses)
+
+
+def _report(folder: Path, recorded: RecordedStep) -> int:
+    """Print the comparison with one step. Return its exit status."""
     step, (n_sequences, seq_len) = recorded.step, recorded.tokens_BT.shape
     dtypes = ", ".join(f"{name} {dtype}" for name, dtype in step.dtypes.model_dump().items())
     print(f"{folder}: {printable(step.program) or 'a step of another program'}")
@@ -155,7 +161,7 @@ def forward_backward(recorded: RecordedStep, dtypes: Dtypes, mean_BT: Tensor | N
     model.materialize(CPU)
     routes.follow(model)
     if compute != torch.float64:
-        _round_angles(model)
+        round_angles(model)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             tensor.copy_(recorded.weights.get(name, tensor))  # a tied head has no tensor in the folder
@@ -186,26 +192,32 @@ def forward_backward(recorded: RecordedStep, dtypes: Dtypes, mean_BT: Tensor | N
     return Pass(losses_BT, (losses_BT * mean_BT).sum(), gradients, routes)
 
 
-def _round_angles(model: Llama) -> None:
+def round_angles(model: Llama) -> None:
     """Compute the rotary table from angles in float32, like programs that compute in float32 or less."""
     tables = [rope_table(kind, model.max_seq_len, model.rope.dtype, torch.float32) for kind in model.rope_kinds]
-    model.rope = torch.stack(tables)
+    model.rope = torch.stack(tables).to(model.rope.device)
 
 
 def updates(recorded: RecordedStep, gradients: Tensors, dtype: torch.dtype) -> Tensors:
-    """Return what the optimizer's first step adds to each weight, in float64, with weights in `dtype`."""
-    options, max_norm = recorded.step.optimizer, recorded.step.max_norm
+    """Return what the optimizer's step adds to each weight, in float64, with weights in `dtype`. The optimizer's states
+    are zero or, for a second step, those after the recorded gradients of the first."""
+    options, previous = recorded.step.optimizer, recorded.previous
     parameters = {name: nn.Parameter(recorded.weights[name].to(dtype, copy=True)) for name in gradients}
-    for name, parameter in parameters.items():
-        parameter.grad = gradients[name].to(dtype, copy=True)  # clipping changes this copy
-    if max_norm is not None:
-        nn.utils.clip_grad_norm_(parameters.values(), max_norm)
     groups = [
         {"params": [p], "weight_decay": options.weight_decay * (min(p.dim(), 2) in options.weight_decay_dims)}
         for p in parameters.values()
     ]
     adam = options.model_dump(include={"lr", "beta1", "beta2", "eps"})
-    build_adam(groups, Optimizer(**adam, implementation="for-loop"), options.name).step()
+    optimizer = build_adam(groups, Optimizer(**adam, implementation="for-loop"), options.name)
+    for each, own in [*([(previous, previous.gradients)] if previous else []), (recorded, gradients)]:
+        for name, parameter in parameters.items():
+            parameter.data = each.weights[name].to(dtype, copy=True)
+            parameter.grad = own[name].to(dtype, copy=True)  # clipping changes the copy
+        if each.step.max_norm is not None:
+            nn.utils.clip_grad_norm_(parameters.values(), each.step.max_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = each.step.optimizer.lr
+        optimizer.step()
     return {name: parameter.detach().double() - recorded.weights[name] for name, parameter in parameters.items()}
 
 
