@@ -22,10 +22,12 @@ DATA_SHEET = {
 }
 INTRODUCTION = """# Rates of the plan, and their sources
 
-A plan multiplies a device's data sheet with the share of it that programs reach. No share was chosen by a published
-training run. "expected (least to most)" is the share, or seconds; the basis says what it is for this device: measured
-on it, measured on another device, or an estimate. Where it was measured on another device, both ends of the range are
-10 % farther off, and the range here has that. A device that `titanlite calibrate` has measured takes none of these.
+If a device was not calibrated, a plan multiplies the rates of its data sheet with the share that
+programs reach. No share was chosen by a published training run. "expected (least to most)" is a
+share, or seconds. The basis says where the number is from: measured on this device, measured on
+another device, or an estimate. A range that was measured on another device is 10 % wider at both
+ends, as printed here. `titanlite calibrate` replaces all of these. The tables are written by
+`python -m docs.build.rates_page`.
 """
 
 

@@ -34,7 +34,7 @@ def json_schema() -> str:
     schema = {"$schema": "http://json-schema.org/draft-07/schema#", **Config.model_json_schema()}
     for kind in {*sections_of(Config).values(), *filter(None, map(table_of, options_of(Config).values()))}:
         section = schema["$defs"][kind.__name__]
-        section.pop("required", None)  # no option is required: model.flavor sets those that [model] omits
+        section.pop("required", None)  # model.flavor sets the options that [model] omits, so no option is required
         if kind.__doc__:
             section["description"] = " ".join(kind.__doc__.split())
         for name, option in section["properties"].items():

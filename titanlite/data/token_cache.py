@@ -79,7 +79,7 @@ def open_cache(
     option = f"training.cache_folder = {show(cache_folder)}"
     folder = Path(os.path.expanduser(cache_folder)) / _of_builder(find, builds_cache)
     dtype = token_shards.dtype_for(tokenizer.vocab_size, has_targets=template is not None)
-    mark("the token cache", limited=builds_cache)  # no time limit for waiting ranks; the builder reports progress
+    mark("the token cache", limited=builds_cache)  # ranks wait without a time limit; the builder reports progress
     if not builds_cache:
         cache = TokenCache(folder, _wait(folder, dtype))
     elif (cache := _complete_cache(folder, dtype, option, verifies=verifies)) is None:

@@ -141,7 +141,7 @@ def require_place(environment: Mapping[str, str], ranks: int = 1) -> None:
         count(environment, "MASTER_PORT", 1, 65535)
         count(environment, "NODE_RANK", 0, nodes - 1)
     first = min(text_of(environment, "LOG_RANK", "0").split(","), key=int)
-    count({"LOG_RANK": first}, "LOG_RANK", 0, ranks - 1)  # no rank has a higher number
+    count({"LOG_RANK": first}, "LOG_RANK", 0, ranks - 1)  # the highest number of a rank
 
 
 def launch_variables(loaded: LoadedConfig[Config]) -> dict[str, str]:

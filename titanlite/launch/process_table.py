@@ -17,7 +17,7 @@ def machine() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
-    except OSError:  # no name is equal to a random one: only heartbeats show living processes
+    except OSError:  # a random name equals no other, so that only heartbeats show which processes run
         return secrets.token_hex(16)
 
 

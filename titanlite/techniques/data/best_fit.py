@@ -182,7 +182,7 @@ class BestFit:
     """The packed sequences of a split, each read from the token cache when the sequence is needed."""
 
     def __init__(self, cache: TokenCache, split: Split, training: Training):
-        has_targets = training.dataset_format != "text"  # in a cache of conversations, a bit marks untrained tokens
+        has_targets = training.dataset_format != "text"  # a bit marks untrained tokens in a cache of conversations
         self.cache, self.split, self.seq_len = cache, split, training.seq_len
         self.long: LongDocuments = training.long_conversations if has_targets else "split"
         self.not_trained = token_shards.not_trained_bit(cache.index.dtype) if has_targets else 0

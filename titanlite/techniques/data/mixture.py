@@ -202,7 +202,7 @@ class MixedSequences:
         counts, left = [0.0] * len(self.components), float(n)
         while left and (active := {i: self.components[i] for i in self._active(counts)}):
             total = sum(each.share for each in active.values())
-            ends = {}  # by dataset: how many more sequences the mixture has before that dataset reaches its limit
+            ends = {}  # key: dataset; value: further sequences of the mixture before that dataset reaches its limit
             for i, each in active.items():
                 ends[i] = math.inf if each.limit is None else (each.limit - counts[i]) * total / each.share
             taken = min(left, *ends.values())

@@ -163,7 +163,7 @@ class StreamingSequences:
                 advance -= taken
                 if pending[0][2] == len(tokens):
                     pending.popleft()
-            position, _, used = pending[0]  # not empty: the next sequence begins with this one's last token
+            position, _, used = pending[0]  # keep one token: the next sequence begins with this one's last token
             yield sequence, {"position": position, "used": used}
 
     def _documents(self, shard: int, start: ShardState) -> Iterator[tuple[Any, np.ndarray, int]]:

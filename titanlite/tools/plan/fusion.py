@@ -35,7 +35,7 @@ def fuse(segments: Sequence[list[Event]]) -> list[list[Event]]:
         for allocation, number in writer.items()
         if is_fusible(groups[number][0])
         and allocation.kind in ("temporary", "logits")
-        and readers.get(allocation) == {number}  # no reader: a collective reads the allocation
+        and readers.get(allocation) == {number}  # otherwise a collective reads the allocation
         and allocation in freed
         and allocation.shape != ()
     }
@@ -161,7 +161,7 @@ class _Saved:
         if found is None or sum(source.largest for source in instead) >= allocation.largest:
             return
         late = self.segments[life.freed].events
-        for source in instead:  # to recompute an allocation, the backward still needs its source
+        for source in instead:  # the backward recomputes an allocation from its source, which must still exist
             end = _take_end(self.segments, source, self.lives[source])
             late.insert(_end_of(allocation, late), end)
             self.lives[source].freed, source.kind = life.freed, allocation.kind
