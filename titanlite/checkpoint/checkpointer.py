@@ -107,7 +107,7 @@ class Checkpointer(NoCheckpoints):
         if not (saved := self.resume(self.run.model, self.run.optimizer)):
             return super().begin(options, seed)
         if "lora.rank" in self.identity:
-            self.load_initial(options)  # load the frozen base weights, which a checkpoint of LoRA adapters lacks
+            self.load_initial(options)  # the frozen base weights, which a checkpoint of LoRA adapters lacks
         self._last_step = saved["step"]
         log_rank0(f"weights    resumed after step {self._last_step} of {self.run.steps} from {self.folder}")
         if saved["config"] and saved["config"] != self.config:
