@@ -125,9 +125,8 @@ def build_model(config: Config, layout: Layout, device: torch.device) -> tuple[L
     model = meta_model(config, modules=())
     for stage in stages.values():
         model.layers.update(stage.layers)
-        model.tok_embeddings = model.tok_embeddings or stage.tok_embeddings
-        model.position_embeddings = model.position_embeddings or stage.position_embeddings
-        model.norm, model.output = model.norm or stage.norm, model.output or stage.output
+        for name in ("tok_embeddings", "position_embeddings", "norm", "output"):
+            setattr(model, name, getattr(model, name) or getattr(stage, name))
         stage.rope = first.rope  # one table for all stages of a rank
     return model, stages
 

@@ -742,6 +742,9 @@ class ActivationCheckpoint(Section):
     """op: save the results of matrix products, attention and collectives, recompute the rest; every_second_mm: the
     same, except that every second matrix product is recomputed; attention: save the results of attention, recompute the
     rest; N: full activation checkpointing every N layers, none in between."""
+    layers_per_checkpoint: Annotated[int, Field(ge=1, le=MOST_LAYERS)] = 1
+    """Save the inputs of only every k-th block, and recompute its k blocks together; each of them then saves what mode
+    none or full says. 1: mode alone decides."""
 
 
 class Compile(Section):

@@ -28,7 +28,8 @@ def parallelize(
     3. Activation checkpointing wraps what a block computes, steps 1 and 2 included.
     4. Compile takes a block with all of this in it, so that the compiler sees what is recomputed. It comes before FSDP,
        whose hooks cannot be traced.
-    5. FSDP comes last, because fully_shard takes the parameters as everything before it left them.
+    5. FSDP comes behind it, because fully_shard takes the parameters as everything before it left them.
+    6. Activation checkpointing over groups of blocks comes last, since it gathers the weights to recompute with.
 
     Float8 comes before all of it, since it replaces layers; and the model is split into pipeline stages before that.
     All sections are of a resolved config: attention_backend is "auto" only where torch's own attention is enough: there
@@ -51,6 +52,10 @@ def parallelize(
             enable_async_tensor_parallel(tensor_mesh.get_group())
         apply_compile(stage, compile)
     apply_fsdp(stage, layout, parallelism, training)
+    if activation_checkpoint.layers_per_checkpoint > 1:
+        from titanlite.techniques.grouped_checkpoint import checkpoint_groups
+
+        checkpoint_groups(stage, activation_checkpoint.layers_per_checkpoint, parallelism)
 
 
 def shard_weights(stage: Llama, tensor_mesh: DeviceMesh | None, expert_mesh: DeviceMesh | None) -> None:

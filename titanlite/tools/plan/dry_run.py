@@ -70,8 +70,8 @@ class DryRun(NamedTuple):
 
 def checkpointing_period(config: Config) -> int:
     """Return the number of layers after which the pattern of activation checkpointing repeats."""
-    option = config.activation_checkpoint.selective_ac_option
-    return option if config.activation_checkpoint.mode == "selective" and isinstance(option, int) else 1
+    section, option = config.activation_checkpoint, config.activation_checkpoint.selective_ac_option
+    return option if section.mode == "selective" and isinstance(option, int) else section.layers_per_checkpoint
 
 
 def layer_period(config: Config) -> int:
@@ -315,9 +315,9 @@ def _mark_layers(trace: OpTrace, stage: Llama) -> None:
 
     def attend_and_mark(attend: Callable[..., Any], layer: int, *args: Any) -> tuple[Tensor, Tensor]:
         """Run the part of a block before its experts, with a mark on both sides."""
-        again = trace.segments[-1].mark[0].endswith(" B")  # full AC repeats the block in its backward
-        if again:
-            trace.mark("layer B", layer)
+        begun, *number = trace.segments[-1].mark
+        if again := begun.endswith(" B"):  # AC repeats the block in its backward, or in that of its group's last
+            trace.mark("layer B", layer := number[0])
         output, normed = attend(*args)
         trace.mark("layer experts B" if again else "layer experts F", layer)
         before_backward("layer B", layer, normed)
