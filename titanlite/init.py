@@ -9,7 +9,6 @@ import hashlib
 import math
 
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titanlite.model import Llama
 from titanlite.parallel.shards import Slice, local_shard, shard_slice
@@ -49,9 +48,4 @@ def init_weights(model: Llama, *, seed: int, n_layers: int, device: torch.device
         full = torch.full(parameter.shape, start, dtype=torch.float32, device=device)
         if parameter.dim() == 2 and not is_zero:
             full.normal_(0.0, std, generator=_generator(seed, name, device))
-        if isinstance(parameter, DTensor):
-            # src_data_rank=None: each rank shards its own copy of the full tensor, and rank 0 sends nothing.
-            shard = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            parameter.to_local().copy_(shard.to_local())
-        else:
-            parameter.copy_(full)
+        local_shard(parameter).copy_(full[shard_slice(parameter).indices])

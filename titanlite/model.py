@@ -13,7 +13,7 @@ width, V vocabulary. Only attention needs the batch dimension: all other modules
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -234,8 +234,7 @@ class Llama(nn.Module):
         length = self.max_seq_len if self.tok_embeddings is None else tokens.shape[1]
         ropes = (self.rope[:, :length] if positions is None else self.rope[:, positions]).unbind()
         x_ND = tokens if self.tok_embeddings is None else self.embed(tokens, positions)
-        for layer, block in self.layers.items():
-            x_ND = block(x_ND, ropes[self.rope_of_layer[int(layer)]], documents)
+        x_ND = self.run_layers(x_ND, ropes, documents)
         if self.norm is not None:
             x_ND = self.norm(x_ND)
         if self.output is None:
@@ -245,6 +244,11 @@ class Llama(nn.Module):
         if targets is not None:
             return self.output(x_ND, targets.flatten())
         return self.output(x_ND).unflatten(0, (-1, ropes[0].shape[-3]))
+
+    def run_layers(self, x_ND: Tensor, ropes: Sequence[Tensor], documents: Documents | None) -> Tensor:
+        for layer, block in self.layers.items():
+            x_ND = block(x_ND, ropes[self.rope_of_layer[int(layer)]], documents)
+        return x_ND
 
     def embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         """Return the residual stream before the first layer, [N, D]; the arguments are those of `forward`."""

@@ -57,6 +57,9 @@ SELECTIVE = {"activation_checkpoint__mode": "selective"}
 EVERY_2_LAYERS = SELECTIVE | {"activation_checkpoint__selective_ac_option": 2}
 SAVED_ATTENTION = SELECTIVE | {"activation_checkpoint__selective_ac_option": "attention"}
 EVERY_SECOND_MM = SELECTIVE | {"activation_checkpoint__selective_ac_option": "every_second_mm"}
+KINDS = {"model__layer_pattern": "[{count = 1, rope_theta = 100.0}, {count = 1, sliding_window = 5}]"}
+SEVEN_LAYERS = {"model__n_layers": 7}
+GROUPS_OF_2, GROUPS_OF_3 = (SEVEN_LAYERS | {"activation_checkpoint__layers_per_checkpoint": n} for n in (2, 3))
 CHUNKED_LOSS = {"training__loss_chunks": 3}
 MUON = {"optimizer__name": "Muon"}
 HOST_STATES = {"optimizer__enable_cpu_offload": True}
@@ -150,6 +153,33 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "selective AC, ulysses, document mask": SELECTIVE | ULYSSES | DOCUMENTS,
     "full AC, ZBVZeroBubble": FULL | schedule("ZBVZeroBubble"),
     "selective AC, every 2 layers, DualPipeV": EVERY_2_LAYERS | schedule("DualPipeV"),
+    # Activation checkpointing over groups of layers, the last of which is smaller
+    **{f"{mode} AC, groups of {n}, {name}": Case(AXES[name] | groups | {"activation_checkpoint__mode": mode},
+                                                 always=(n, mode, name) in ((3, "full", "shard"), (2, "none", "pp")))
+       for n, groups, mode in ((3, GROUPS_OF_3, "full"), (2, GROUPS_OF_2, "none")) for name in AXES},
+    "full AC, groups of 3, one rank": Case(GROUPS_OF_3 | FULL, always=True),
+    "full AC, groups of 3, shard 4, reshard to groups of 2":
+        GROUPS_OF_3 | FULL | {"data_parallel_shard_degree": 4, "fsdp_reshard_after_forward": 2},
+    "full AC, groups of 3, shard, reshard never": GROUPS_OF_3 | FULL | SHARD | ZERO_2,
+    "full AC, groups of 3, shard, reduced once": GROUPS_OF_3 | FULL | SHARD | ZERO_1,
+    "full AC, groups of 3, shard, prefetch 2": GROUPS_OF_3 | FULL | SHARD | PREFETCH,
+    "full AC, groups of 3, shard, CPU offload": GROUPS_OF_3 | FULL | SHARD | OFFLOAD,
+    "full AC, groups of 3, HSDP x tp, tied embeddings": GROUPS_OF_3 | FULL | REPLICATE | SHARD | TP | TIED,
+    "full AC, groups of 3, ulysses x tp, document mask": GROUPS_OF_3 | FULL | ULYSSES | TP | DOCUMENTS,
+    "full AC, groups of 3, Muon, shard x tp": GROUPS_OF_3 | FULL | MUON | SHARD | TP,
+    "full AC, groups of 3, all five axes": GROUPS_OF_3 | FULL | product(*AXES),
+    "full AC, groups of 3, kinds of layers, cp": GROUPS_OF_3 | FULL | CP | KINDS,
+    "full AC, groups of 3, kinds of layers, one rank": Case(GROUPS_OF_3 | FULL | KINDS, always=True),
+    "none AC, groups of 2, HSDP": GROUPS_OF_2 | REPLICATE | SHARD,
+    "none AC, groups of 2, ring 2 x ulysses 2, document mask": GROUPS_OF_2 | USP | DOCUMENTS,
+    **{f"{mode} AC, groups of 2, {name}": schedule(name) | GROUPS_OF_2 | ONE_ACCUMULATION_STEP
+            | {"activation_checkpoint__mode": mode, "model__n_layers": 11}
+       for name in SCHEDULES for mode in ("full", "none") if name not in SIMPLEST},
+    "full AC, groups of 2, GPipe, reshard always x shard":
+        schedule("GPipe", fsdp_reshard_after_forward="always") | SHARD | GROUPS_OF_2 | FULL,
+    **{f"compiled, {mode} AC, groups of 3, {name}":
+            COMPILED | GROUPS_OF_3 | AXES[name] | {"activation_checkpoint__mode": mode}
+       for mode in ("full", "none") for name in ("pp", "shard", "cp", "tp")},
     # Chunked cross-entropy
     **{f"chunked cross-entropy, 3 chunks, {name}": CHUNKED_LOSS | AXES[name] for name in ("pp", "shard", "cp")},
     "chunked cross-entropy, 3 chunks, tp": Case(CHUNKED_LOSS | TP, always=True),
@@ -212,6 +242,9 @@ LOW_PRECISION: dict[str, dict[str, Any]] = {
     "float8 all-gather, shard x tp": FLOAT8 | FLOAT8_ALL_GATHER | SHARD | TP,
     "float8 all-gather, pp x shard": FLOAT8 | FLOAT8_ALL_GATHER | PP | SHARD,
     "float8, selective AC, shard x tp": FLOAT8 | SELECTIVE | SHARD | TP,
+    "float8, full AC, groups of 3, shard x tp": FLOAT8 | GROUPS_OF_3 | FULL | SHARD | TP,
+    "mxfp8, compiled, full AC, groups of 3, tp": MXFP8 | COMPILED | GROUPS_OF_3 | FULL | TP,
+    "int8 products, full AC, groups of 3, pp": INT8_PRODUCTS | GROUPS_OF_3 | FULL | PP,
     "float8, ZBVZeroBubble": FLOAT8 | schedule("ZBVZeroBubble"),
     **{f"mxfp8, {name}": MXFP8 | AXES[name] for name in ("pp", "shard", "cp")},
     "mxfp8, tp": Case(MXFP8 | TP, always=True),

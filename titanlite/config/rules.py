@@ -45,15 +45,16 @@ def _keys(beginning: str, *others: str) -> list[str]:
 
 LOSS_SCALE = ["training.initial_loss_scale", "training.loss_scale_growth_interval"]
 OF_GROUPS = _keys("fault_tolerance.", "enable")
-OF_EXPERTS = _keys("model.moe.", "n_experts", "balance_bias_rate", "swiglu_alpha")
+OF_EXPERTS = [*_keys("model.moe.", "n_experts", "balance_bias_rate", "swiglu_alpha"), keys.EXPERT]
 OF_PIPELINE = [keys.SCHEDULE, keys.MICROBATCH, keys.STAGES_PER_RANK, keys.BALANCE, *keys.END_LAYERS, keys.STAGE_MODULES]
 OF_CHECKPOINTS = _keys("checkpoint.", "enable", "initial_load_path", "export_dtype")
 DEPENDENT_OPTIONS = [
-    Dependent([keys.PROMPTS], "validation.enable", on=(True,), off=(False,)),
+    Dependent([keys.PROMPTS, "ema.validation"], "validation.enable", on=(True,), off=(False,)),
     Dependent(["training.streaming_shards", keys.SHUFFLE_BLOCK], keys.STREAMING, on=(True,)),
     Dependent(LOSS_SCALE, keys.PARAM, on=("float16",), off=get_args(Precision)),
     Dependent(["training.outlier_window"], "training.skip_outlier_sigma", off=(0,)),
     Dependent(["activation_checkpoint.selective_ac_option"], keys.AC_MODE, on=("selective",), off=("none",)),
+    Dependent(["activation_checkpoint.layers_per_checkpoint"], keys.AC_MODE, on=("none", "full")),
     Dependent(OF_CHECKPOINTS, "checkpoint.enable", on=(True,), off=(False,)),
     Dependent(["checkpoint.export_dtype"], "checkpoint.last_save_in_hf", on=(True,), off=(False,)),
     Dependent(["compile.backend", "compile.components"], "compile.enable", on=(True,), off=(False,)),
@@ -61,13 +62,11 @@ DEPENDENT_OPTIONS = [
     Dependent(OF_GROUPS, keys.GROUPS_ON, on=(True,), off=(False,)),
     Dependent([*_keys("optimizer.muon_"), QK_CLIP], keys.OPTIMIZER, on=("Muon",)),
     Dependent(_keys("ema.", "decay"), EMA, off=(0,)),
-    Dependent(["ema.validation"], "validation.enable", on=(True,), off=(False,)),
     Dependent(_keys("lora.", "rank"), "lora.rank", off=(0,)),
     Dependent(["int8.filter_fqns"], "int8.enable", on=(True,), off=(False,)),
     Dependent(["model.moe.balance_bias_rate"], "model.moe.balance_bias", on=(True,), off=(False,)),
     Dependent(["model.moe.swiglu_alpha"], "model.moe.swiglu_limit", off=(0,)),
     Dependent(OF_EXPERTS, keys.EXPERTS, off=(0,)),
-    Dependent([keys.EXPERT], keys.EXPERTS, off=(0,)),
     Dependent(["plan.expert_imbalance"], keys.EXPERT, off=(1,)),
     Dependent(_keys("model.mla.", "kv_lora_rank"), keys.LATENT, off=(0,)),
     Dependent(["parallelism.disable_loss_parallel", keys.ASYNC_TENSOR], keys.TENSOR, off=(1,)),
@@ -95,6 +94,7 @@ EXCLUSIVE: list[tuple[str, Any, str, str]] = [
     ("debug.sdc_check_freq", 0, GROUPS, f"a step is computed again in one group only; set 0, {ALONE}"),
     (QK_CLIP, 0, GROUPS, f"the largest logits are those of one group; set 0, {ALONE}"),
     ("debug.fingerprint_freq", 0, GROUPS, f"fingerprints are those of one group; set 0, {ALONE}"),
+    (QK_CLIP, 0, "model.qk_norm", "norms of queries and keys bound the logits, and undo a factor on weights; set 0"),
     (EMA, 0, GROUPS, f"the average is that of one group; set 0, {ALONE}"),
     ("ema.validation", False, PRECOMPUTED, f"the scales are those of the weights; set false, or {PRECOMPUTED} = false"),
     (PRECOMPUTED, False, GROUPS, f"the scales of weights that another group sends are not known; set false, {ALONE}"),
@@ -195,9 +195,6 @@ def _lora_rules(config: Config, changed: set[str], reject: Rejections) -> None:
 
 
 def _muon_rules(config: Config, reject: Rejections) -> None:
-    if config.optimizer.qk_clip_threshold and config.model.qk_norm:
-        message = "norms of queries and keys bound the logits, and undo a factor on weights; set 0"
-        reject(QK_CLIP, message, "model.qk_norm", keys.OPTIMIZER)
     if config.training.enable_cpu_offload:
         message = 'Muon multiplies matrices, on the device; set false, or optimizer.name = "AdamW"'
         reject(OFFLOAD_ALL, message, keys.OPTIMIZER)

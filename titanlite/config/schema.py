@@ -712,6 +712,9 @@ class ActivationCheckpoint(Section):
     """op: save the results of matrix products, attention and collectives, recompute the rest; every_second_mm: like op,
     but recompute every second matrix product; attention: save the results of attention, recompute the rest; N: full
     activation checkpointing every N layers, none in between."""
+    layers_per_checkpoint: Annotated[int, Field(ge=1, le=MOST_LAYERS)] = 1
+    """Save the inputs of only every k-th block, and recompute the k blocks of a group together; each of the recomputed
+    blocks then saves what mode none or full says. 1: mode alone decides."""
 
 
 class Compile(Section):

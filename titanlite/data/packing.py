@@ -94,9 +94,7 @@ class PackedSequences:
     def __getitem__(self, index: int) -> Sequence:
         """Return the sequence with a global index 0, 1, 2, ...; epochs follow one another."""
         epoch, position = divmod(index, self.n_sequences)
-        if self.shuffle:
-            position = permuted(position, self.n_sequences, self.seed, epoch)
-        return self.sequence(position)
+        return self.sequence(permuted(position, self.n_sequences, self.seed, epoch) if self.shuffle else position)
 
     def sequence(self, position: int) -> Sequence:
         start = position * self.seq_len

@@ -104,15 +104,16 @@ def describe_precision(config: Config) -> str:
 
 def optimization_summary(config: Config) -> list[str]:
     """Return a line for each enabled technique that saves time or memory."""
-    float8, checkpointing, chunks = config.float8, config.activation_checkpoint, config.training.loss_chunks
-    option = f" {checkpointing.selective_ac_option}" * (checkpointing.mode == "selective")
+    float8, ac, lora, chunks = config.float8, config.activation_checkpoint, config.lora, config.training.loss_chunks
+    option = f" {ac.selective_ac_option}" * (ac.mode == "selective")
+    groups = f", {ac.layers_per_checkpoint} layers per checkpoint" * (ac.layers_per_checkpoint > 1)
     base = config.checkpoint.initial_load_path.replace(SEEDED, "random weights (checkpoint.initial_load_path)")
-    lora = f"rank {config.lora.rank}, alpha {config.lora.alpha:g}, of {', '.join(config.lora.targets)}; base: {base}"
+    adapters = f"rank {lora.rank}, alpha {lora.alpha:g}, of {', '.join(lora.targets)}; base: {base}"
     lines = {
-        f"LoRA       {lora}": config.lora.rank > 0,
+        f"LoRA       {adapters}": lora.rank > 0,
         f"float8     {float8.recipe}{', emulated' * float8.emulate}": float8.enable,
         "int8       products of linear layers, a scale per row and column": config.int8.enable,
-        f"AC         {checkpointing.mode}{option}": checkpointing.mode != "none",
+        f"AC         {ac.mode}{option}{groups}": f"{ac.mode}{groups}" != "none",
         f"loss       chunked cross-entropy, {chunks} chunks": chunks > 1,
         f"compile    {' and '.join(config.compile.components)}, {config.compile.backend}": config.compile.enable,
     }

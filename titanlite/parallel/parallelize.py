@@ -28,7 +28,8 @@ def parallelize(
     3. Activation checkpointing wraps the forward of a block, steps 1 and 2 included.
     4. Compile takes a checkpointed block, so that the compiler sees what is recomputed. FSDP comes later, since its
        hooks cannot be traced.
-    5. FSDP comes last, because fully_shard takes the parameters that the other steps have replaced.
+    5. FSDP follows, because fully_shard takes the parameters that the other steps have replaced.
+    6. Activation checkpointing over groups of blocks comes after FSDP, because it gathers the weights for recomputing.
 
     Before step 1, the model is split into pipeline stages, and float8 replaces linear layers. The sections are of
     a resolved config, where attention_backend is "auto" only if torch's attention suffices: without context parallel,
@@ -51,6 +52,10 @@ def parallelize(
             enable_async_tensor_parallel(tensor_mesh.get_group())
         apply_compile(stage, compile)
     apply_fsdp(stage, layout, parallelism, training)
+    if activation_checkpoint.layers_per_checkpoint > 1:
+        from titanlite.techniques.grouped_checkpoint import checkpoint_groups
+
+        checkpoint_groups(stage, activation_checkpoint.layers_per_checkpoint, parallelism)
 
 
 def shard_weights(stage: Llama, tensor_mesh: DeviceMesh | None, expert_mesh: DeviceMesh | None) -> None:

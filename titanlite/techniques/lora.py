@@ -11,6 +11,7 @@ Shapes: I inputs and O outputs of a linear layer, R rank of the adapter.
 
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -97,12 +98,18 @@ def add_adapter(layer: nn.Linear, lora: Lora) -> None:
         factors = [distribute_tensor(x, mesh, [p], src_data_rank=None) for x, p in zip(factors, (a, b), strict=True)]
     for name, factor in zip(LORA_FACTORS, factors, strict=True):
         layer.register_parameter(name, nn.Parameter(factor))
-    layer.forward = functools.partial(_adapted, layer, layer.forward, lora.alpha / lora.rank)
+    layer.__class__, layer.lora_scale = _adapted_class(type(layer)), lora.alpha / lora.rank
 
 
-def _adapted(layer: nn.Linear, base: Callable[[Tensor], Tensor], scale: float, x: Tensor) -> Tensor:
+@functools.cache
+def _adapted_class(kind: type[nn.Linear]) -> type[nn.Linear]:
+    """Return a subclass with adapters. With a `forward` for each layer, torch.compile would compile each block anew."""
+    return type(kind.__name__, (kind,), {"forward": _adapted, "base_forward": kind.forward})
+
+
+def _adapted(layer: Any, x: Tensor) -> Tensor:
     """Return the sum of a frozen layer's and its adapter's output, [..., O], for x [..., I]."""
-    a_IR, b_OR = layer.lora_a, layer.lora_b
+    a_IR, b_OR, scale, base = layer.lora_a, layer.lora_b, layer.lora_scale, layer.base_forward
     if not isinstance(a_IR, DTensor):
         return base(x) + F.linear(x @ a_IR * scale, b_OR)
     mesh, (placement,) = layer.weight.device_mesh, layer.weight.placements

@@ -40,6 +40,7 @@ RESUME = f"{TRAIN} -k 'resume or killed or wrapped or weights'"
 MOE, MUON = f"{TECHNIQUES}/moe/test_moe.py", f"{TECHNIQUES}/test_muon.py"
 EMA = f"{TECHNIQUES}/test_ema.py"
 EMA_STEP = f"{EMA} -k 'definition or not_taken or bfloat16'"
+GROUPS = f"{PARALLEL_TESTS}/test_grouped_checkpoint.py"
 STEP_COSTS = f"{PARALLEL_TESTS}/test_step_costs.py"
 MIXTURE, STREAMING, BEST_FIT = (f"{DATA}/test_{name}.py" for name in ("mixture", "streaming", "best_fit"))
 MLA, SDC, LOSSES = f"{TECHNIQUES}/test_mla.py", f"{TECHNIQUES}/test_sdc.py", f"{DATA}/test_dataset_losses.py"
@@ -261,6 +262,16 @@ PARALLEL = [
     Mutant("parallel/activation_checkpoint.py", "the first matrix product is not saved, but the second",
            "counts[context.is_recompute] % 2 == 0", "counts[context.is_recompute] % 2 == 1",
            LAYOUT + " -k every_second_mm_saves"),
+    Mutant("techniques/grouped_checkpoint.py", "a recomputed group keeps all of its weights gathered",
+           "if reshards and number < len(calls) - 2 else ()", "if reshards and number < 0 else ()", GROUPS),
+    Mutant("techniques/grouped_checkpoint.py", "FSDP's hooks gather the weights of a recomputed group",
+           "is_forward = next(times) == 0", "is_forward = next(times) >= 0", GROUPS),
+    Mutant("techniques/grouped_checkpoint.py", "a group has one block more than the option says",
+           "layers[begin : begin + size] for begin in range(0, len(layers), size)",
+           "layers[begin : begin + size + 1] for begin in range(0, len(layers), size + 1)", GROUPS),
+    Mutant("techniques/grouped_checkpoint.py", "all blocks of a group have the rotary table of the first",
+           "stage.rope_of_layer[int(layer)]", "stage.rope_of_layer[int(group[0])]",
+           LAYOUT + " -k 'groups and kinds'"),
     Mutant("parallel/attention.py", "the math backend divides no gradient by the root of the head's width",
            ".sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])", ".sum(-1, keepdim=True))", CONTEXT + " -k backend"),
     Mutant("parallel/ring.py", "results over other keys are merged with each other's weights",
@@ -482,7 +493,7 @@ TECHNIQUES = [
            "factor.to_local(grad_placements=[Partial() if p.is_replicate() else p for p in factor.placements])",
            "factor.to_local()", LORA),
     Mutant("techniques/lora.py", "an adapter has no factor alpha / rank",
-           "lora.alpha / lora.rank)", "1.0)", LORA_FOLDERS),
+           "lora.alpha / lora.rank", "1.0", LORA_FOLDERS),
     Mutant("techniques/lora.py", "the base is trained, too",
            "nn.Parameter(base, requires_grad=False)", "nn.Parameter(base)", LORA),
     Mutant("checkpoint/checkpointer.py", "a resumed run has initial weights as the base of its adapters",

@@ -108,6 +108,7 @@ CHANCES: dict[str, Chance] = {
     "activation_checkpoint.selective_ac_option": Chance(0.8, ["every_second_mm", "attention", 1, 2]),
     "compile.enable": Chance(0.05),
     "compile.components": Chance(0.4, [["model"], ["loss"]]),
+    "activation_checkpoint.layers_per_checkpoint": Chance(0.15, [2, 3, 5]),
     "debug.seed": Chance(0.3, [0, 1, 2**63 - 1]),
 }
 BY_THE_LAYOUT = {

@@ -44,6 +44,7 @@ TECHNIQUES: dict[str, Callable[[Values], bool]] = {
     "norms of queries and keys": lambda o: o.get("model.qk_norm", "False") != "False",
     "full AC": lambda o: o.get("activation_checkpoint.mode") == "full",
     "selective AC": lambda o: o.get("activation_checkpoint.mode") == "selective",
+    "groups of blocks": lambda o: "activation_checkpoint.layers_per_checkpoint" in o,
     "compile": lambda o: "compile.enable" in o,
     "loss chunks": lambda o: o.get("training.loss_chunks", "1") != "1",
     "CPU offload": lambda o: "training.enable_cpu_offload" in o,

@@ -21,6 +21,7 @@ from tests.parallel.test_layouts import (
     EVERY_SECOND_MM,
     FLOAT8,
     FULL,
+    GROUPS_OF_3,
     INT8_PRODUCTS,
     MODEL,
     MUON,
@@ -415,6 +416,20 @@ LAYOUTS = {
     "shard x tp, ep 4": SHARD | TP | EP_4,
     "pp x shard, ep": Case(PP | SHARD_EP, always=True),
     "shard, ep, full AC": SHARD_EP | FULL,
+    **{
+        f"{name}, {mode} AC, groups of 3": Case(
+            options | GROUPS_OF_3 | {"activation_checkpoint__mode": mode},
+            always=(name, mode) == ("shard, ep, balanced by losses", "full"),
+        )
+        for mode in ("full", "none")
+        for name, options in (
+            ("shard, ep, balanced by losses", SHARD_EP | LOSSES),
+            ("tp", TP),
+            ("pp x shard x tp, ep 4", PP | SHARD | TP | EP_4),
+            ("cp, ep", CP | EP),
+            ("compiled, shard, ep", COMPILED | SHARD_EP),
+        )
+    },
     "shard, ep, selective AC": SHARD_EP | SELECTIVE,
     "compiled, shard, ep, attention saved": Case(COMPILED | SHARD_EP | SAVED_ATTENTION, always=True),
     "shard, ep, balanced by bias": Case(SHARD_EP | BIAS, always=True),

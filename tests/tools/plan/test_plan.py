@@ -75,6 +75,7 @@ def test_textbook_states_of_zero(expected, options):
 
 
 END = ("reduce", "update")
+GROUPS_OF_3 = ["--activation_checkpoint.layers_per_checkpoint=3"]
 LAYOUTS = {
     "accumulation": [SHARD, "--training.global_batch_size=128"],
     "tensor, selective AC op": [TENSOR, "--activation_checkpoint.mode=selective"],
@@ -82,6 +83,8 @@ LAYOUTS = {
         *(SHARD, "--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"),
         *("--parallelism.fsdp_forward_prefetch=3", "--model.n_layers=26"),
     ],
+    "groups of 3, full AC": [SHARD, *GROUPS_OF_3, "--activation_checkpoint.mode=full", "--model.n_layers=23"],
+    "groups of 3, 1F1B": [PIPELINE, *GROUPS_OF_3, "--model.n_layers=40"],
     "ring, prefetch": [
         *(CONTEXT, "--parallelism.fsdp_forward_prefetch=2", "--parallelism.fsdp_backward_prefetch=2"),
         "--model.n_layers=12",
@@ -126,6 +129,8 @@ REAL = {
     "plain": [],
     "accumulation": ["training.global_batch_size=12"],
     "full AC": ["activation_checkpoint.mode=full"],
+    "groups of 3": ["activation_checkpoint.layers_per_checkpoint=3"],
+    "groups of 3, full AC": ["activation_checkpoint.layers_per_checkpoint=3", "activation_checkpoint.mode=full"],
     "chunked cross-entropy, bfloat16 optimizer states": ["training.loss_chunks=4", "optimizer.state_dtype=bfloat16"],
 }
 

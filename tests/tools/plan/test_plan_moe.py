@@ -163,6 +163,8 @@ LAYOUTS |= {
     "shard, ep, selective AC": [SHARD, EP, SELECTIVE],
     "shard, ep, accumulation": [SHARD, EP, "training.global_batch_size=16"],
     "shard, ep, one product for each expert": [SHARD, EP, "training.dtype=float64"],
+    "shard, ep, groups of 3, full AC": [SHARD, EP, FULL, "activation_checkpoint.layers_per_checkpoint=3"],
+    "shard, ep, groups of 3": [SHARD, EP, "activation_checkpoint.layers_per_checkpoint=3"],
     "shard 4, ep": [SHARD_4, EP],
     "shard 4, ep, fewer experts of a rank than shards": [SHARD_4, EP, "model.moe.n_experts=2"],
     "shard x tp, ep 4": [SHARD, TP, EP_4],
@@ -437,6 +439,10 @@ FOLDED = {
     "first layers are dense": ["model.n_layers=12", "model.moe.n_first_dense_layers=3", SHARD, EP],
     "most are dense": ["model.n_layers=12", "model.moe.n_first_dense_layers=8"],
     "every second, tp": ["model.n_layers=16", "model.moe.every_n_layers=2", "model.moe.n_first_dense_layers=3", TP, EP],
+    "groups of 2, full AC": [
+        *("model.n_layers=17", "model.moe.n_first_dense_layers=3", SHARD, EP, FULL),
+        "activation_checkpoint.layers_per_checkpoint=2",
+    ],
     "pp": ["model.n_layers=20", "model.moe.n_first_dense_layers=2", PP, SHARD, EP],
 }
 

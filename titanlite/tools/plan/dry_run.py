@@ -65,8 +65,8 @@ class DryRun(NamedTuple):
 
 def checkpointing_period(config: Config) -> int:
     """Return the number of layers after which the pattern of activation checkpointing repeats."""
-    option = config.activation_checkpoint.selective_ac_option
-    return option if config.activation_checkpoint.mode == "selective" and isinstance(option, int) else 1
+    section, option = config.activation_checkpoint, config.activation_checkpoint.selective_ac_option
+    return option if section.mode == "selective" and isinstance(option, int) else section.layers_per_checkpoint
 
 
 def layer_period(config: Config) -> int:
@@ -301,9 +301,11 @@ def _mark_layers(trace: OpTrace, stage: Llama) -> None:
 
     def attend_and_mark(attend: Callable[..., Any], layer: int, *args: Any) -> tuple[Tensor, Tensor]:
         """Run a block up to its experts, and mark where the experts begin."""
-        again = trace.segments[-1].mark[0].endswith(" B")  # full AC repeats a block's forward in its backward
-        if again:
-            trace.mark("layer B", layer)
+        begun, *number = trace.segments[-1].mark
+        if again := begun.endswith(
+            " B"
+        ):  # AC repeats a block's forward in its backward, or in its group's first backward
+            trace.mark("layer B", layer := number[0])
         output, normed = attend(*args)
         trace.mark("layer experts B" if again else "layer experts F", layer)
         before_backward("layer B", layer, normed)
