@@ -60,8 +60,7 @@ def _longrope_rules(model: Model, reads: tuple[str, ...], reject: Rejections) ->
     pairs = [layer.rope_dim // 2 for layer in layers if layer.rope_scaling_factor > 1 and layer.rope_dim]
     for name in FACTORS:
         n_factors = len(getattr(model, name))
-        wrong = [n_pairs for n_pairs in pairs or [0] if n_pairs != n_factors]
-        if wrong:
+        if wrong := [n_pairs for n_pairs in pairs or [0] if n_pairs != n_factors]:
             message = f"expected a factor for each of the {wrong[0]} rotated pairs of channels, got {n_factors}"
             message = message if pairs else 'read only when the rotary embedding is scaled by "longrope"; remove it'
             reject(f"model.{name}", message, SCALING_TYPE, SCALED, *reads)

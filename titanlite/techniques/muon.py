@@ -185,8 +185,7 @@ class Muon(torch.optim.Optimizer):
             self._update(assignments, full, own["lr"] * RMS)
 
     def _add_to_momentum(self, weight: Tensor, scaling: dict[str, Tensor]) -> None:
-        state = self.state[weight]
-        if not state:
+        if not (state := self.state[weight]):
             state["momentum_buffer"] = torch.zeros_like(weight)
         gradient, buffer = local_shard(weight.grad), local_shard(state["momentum_buffer"])
         if not scaling:

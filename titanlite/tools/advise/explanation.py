@@ -148,8 +148,7 @@ def _compare_with_baseline(search: Search, layout: PlannedLayout) -> str:
     start = f"The heuristic baseline ({inside} within a node, PP across, CP for long sequences, DP over the rest) is "
     start += f"{baseline}"
     planned = [one for one in search.planned if one.candidate.mesh == baseline and not one.problem]
-    fitting = [one for one in search.fitting() if one.candidate.mesh == baseline]
-    if fitting:
+    if fitting := [one for one in search.fitting() if one.candidate.mesh == baseline]:
         other = fitting[0]
         longer = {what: seconds - layout.shares.get(what, 0.0) for what, seconds in other.shares.items()}
         causes = [f"{what} ({longer[what]:+.2f} s)" for what in sorted(longer, key=longer.get) if longer[what] > 0]

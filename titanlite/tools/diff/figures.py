@@ -37,12 +37,10 @@ def step_figure(step: Step) -> Figure:
     figure = Figure(figsize=(WIDTH, 4.0), layout="constrained")
     axes, ring = figure.subplots(), {"markersize": 9, "fillstyle": "none", "color": "#b00020"}
     for phase, colour in PHASE_COLOURS.items():
-        own = [(x, _drawn(e.distance)) for x, e in enumerate(step.entries) if e.name.startswith(f"{phase} ")]
-        if own:
+        if own := [(x, _drawn(e.distance)) for x, e in enumerate(step.entries) if e.name.startswith(f"{phase} ")]:
             axes.plot(*zip(*own, strict=True), ".", color=colour, markersize=4, label=phase)
     axes.plot([_drawn(entry.allowed) for entry in step.entries], color="#555555", linewidth=0.8, label="explained")
-    wrong = [(x, _drawn(entry.distance)) for x, entry in enumerate(step.entries) if entry.differs]
-    if wrong:
+    if wrong := [(x, _drawn(entry.distance)) for x, entry in enumerate(step.entries) if entry.differs]:
         axes.plot(*zip(*wrong, strict=True), "o", label="not explained", **ring)
         x, y = wrong[0]
         axes.annotate(step.entries[x].name, (x, y), textcoords="offset points", xytext=(8, 8), color="#b00020")

@@ -26,12 +26,6 @@ its largest value, for its sum and for the result; its backward reads the gradie
 SOFTMAX_READS = {"aten._log_softmax": 3.0, "aten._log_softmax_backward_data": 1.5}
 
 
-def _times_read(work: Work) -> float:
-    """Return how many times an operator reads its inputs from device memory."""
-    long_rows = work.outputs and work.outputs[0].shape and 4 * work.outputs[0].shape[-1] > ROW_BYTES
-    return SOFTMAX_READS.get(work.name, 1.0) if long_rows else 1.0
-
-
 @dataclasses.dataclass
 class Cost:
     """Seconds and amounts of some events. `seconds` are by "matmul", "attention", "memory" (all other operators, which
@@ -318,7 +312,9 @@ class CostModel:
         category = "memory" if not work.flops else "attention" if "attention" in work.name else "matmul"
         if self.device.measured:
             return category, self._measured(category, measured_rates.work_seconds(self.device.measured, work))
-        memory = (work.read * _times_read(work) + work.written) / (self.device.memory_bandwidth * self._memory())
+        long_rows = work.outputs and work.outputs[0].shape and 4 * work.outputs[0].shape[-1] > ROW_BYTES
+        read = work.read * (SOFTMAX_READS.get(work.name, 1.0) if long_rows else 1.0)
+        memory = (read + work.written) / (self.device.memory_bandwidth * self._memory())
         if category == "memory":
             return category, self.slowest * (memory + self._seconds("host", ANY.next_kernel))
         seconds = self._attention_seconds(work) if category == "attention" else self._matmul_seconds(work)
