@@ -316,8 +316,7 @@ class Checkpointer(NoCheckpoints):
                 self._names.delete_set_aside(suffix)
                 self._names.close()
             for step in steps:
-                path = self._names.named(step, UNCONFIRMED)
-                if path.exists():
+                if (path := self._names.named(step, UNCONFIRMED)).exists():
                     words.append(f"step-{step} is now {self._names.set_aside(path, suffix)}: {SET_ASIDE[suffix]}")
         except OSError as error:
             words.append(f"the checkpoints of steps {steps} are not to be used and could not be renamed: {error}")

@@ -64,8 +64,8 @@ def assign(shapes: Sequence[tuple[int, ...]], n_ranks: int) -> list[list[Unit]]:
             matrices.append(Unit(number, shape, 0))
             continue
         size = math.ceil(shape[0] / n_ranks)
-        for first in range(0, shape[0], size):
-            experts.append(Unit(number, (min(size, shape[0] - first), *shape[1:]), first))
+        firsts = range(0, shape[0], size)
+        experts += [Unit(number, (min(size, shape[0] - first), *shape[1:]), first) for first in firsts]
     matrices.sort(key=lambda unit: (-work_of(unit.shape), unit.number))
     units = experts + matrices
     return [units[i : i + n_ranks] for i in range(0, len(units), n_ranks)]

@@ -92,6 +92,5 @@ class OffloadedAdam(torch.optim.Optimizer):
     def _state_of(self, weight: nn.Parameter) -> dict[str, Tensor]:
         if not (state := self.state[weight]):
             state["step"] = torch.zeros((), dtype=torch.float32)
-            for name in STATES:
-                state[name] = torch.zeros_like(weight, device="cpu")
+            state |= {name: torch.zeros_like(weight, device="cpu") for name in STATES}
         return state

@@ -8,25 +8,22 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from titanlite.tools.diff.compare import Step
-from titanlite.tools.diff.report import PHASES, judge, report
+from titanlite.tools.diff.report import PHASES, WORDS, judge, report
 from titanlite.tools.html_page import WIDTH, figure_style, page, printed, svg_figure
 
 SMALLEST = 1e-18  # smaller distances, also 0, are drawn as SMALLEST
 REPORT_WIDTH = 150  # columns of a terminal
 PHASE_COLOURS = dict(zip(PHASES, ("#999999", "#4477aa", "#cc6677", "#ddaa33", "#117733"), strict=True))
-ALL_STEPS = """Each column is a tensor, in the order of computation within a step; each row is a step. The colour is \
-the relative distance of the two runs."""
-ONE_STEP = """Dots are the relative distances of the step's tensors, in the order of computation. The line is what the \
-distances of a tensor's inputs and rounding explain: a dot above it, marked by a ring, is computed in another way."""
+CAPTIONS = WORDS["captions"]
 
 
 def write_html(steps: list[Step], a: Path, b: Path, target: Path) -> None:
     """Write a self-contained page to `target`, and overwrite an existing file."""
     _, shown = judge(steps)
     with figure_style():
-        figures = [svg_figure(step_figure(shown), "step", ONE_STEP, title=f"Step {shown.number}")]
+        figures = [svg_figure(step_figure(shown), "step", CAPTIONS["one_step"], title=f"Step {shown.number}")]
         if len(steps) > 1:
-            figures.append(svg_figure(steps_figure(steps), "steps", ALL_STEPS, title="All steps"))
+            figures.append(svg_figure(steps_figure(steps), "steps", CAPTIONS["all_steps"], title="All steps"))
     numbers = f"<h2>In numbers</h2>\n{printed(report(steps, a, b), REPORT_WIDTH)}"
     body = "".join(["<h1>titanlite diff</h1>\n", *figures, numbers])
     target.write_text(page(f"titanlite diff: {a.name} and {b.name}", body), encoding="utf-8", newline="\n")
