@@ -36,10 +36,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_package_page_and_config_is_in_the_wheel(site: Path):
-    files = [path for suffix in (".py", ".html", ".toml") for path in (ROOT / "titanlite").rglob(f"*{suffix}")]
+    suffixes = (".py", ".html", ".md", ".toml")
+    files = [path for suffix in suffixes for path in (ROOT / "titanlite").rglob(f"*{suffix}")]
     expected = {path.relative_to(ROOT) for path in files}
     expected |= {"titanlite" / path.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.toml")}
-    suffixes = (".py", ".html", ".toml")
     inside = {path.relative_to(site) for path in (site / "titanlite").rglob("*") if path.suffix in suffixes}
     assert inside == expected
 

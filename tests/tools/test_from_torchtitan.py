@@ -11,7 +11,7 @@ from titanlite.config.loader import tomllib
 from titanlite.config.schema import count_parameters
 from titanlite.launch.cli import run_command
 from titanlite.optimizer import lr_factor
-from titanlite.tools.from_torchtitan.command import header, problems_of, toml_of
+from titanlite.tools.from_torchtitan.command import header, problems_of
 from titanlite.tools.from_torchtitan.conversion import (
     DEFAULT,
     MEANING_CHANGED,
@@ -170,7 +170,7 @@ def config_of(values: Values) -> Config:
     """Return the config that is written, read again."""
     conversion = converted(values)
     assert problems_of(conversion, "converted") == []
-    return load_values(tomllib.loads(toml_of(conversion, [])), "converted", []).config
+    return load_values(tomllib.loads(conversion.toml([])), "converted", []).config
 
 
 def row_of(values: Values, key: str) -> Row:
@@ -223,7 +223,7 @@ def test_no_value_is_dropped_or_raises(key: str):
     for value in ([], {}, "x", "", -1, 0, True, 1.5, math.nan, 10**400, ["a", 1], "op", "c4"):
         conversion = converted({**reads, "parallelism.pipeline_parallel_degree": 2, key: value})
         problems = problems_of(conversion, "converted")
-        text = toml_of(conversion, header("run.toml", conversion.rows, problems))
+        text = conversion.toml(header("run.toml", conversion.rows, problems))
         assert value == {} or any(row.source.startswith(f"{key} = ") for row in conversion.rows)
         assert set(tomllib.loads(text)) <= set(Config.model_fields)
 
@@ -238,7 +238,7 @@ def test_unknown_keys_are_listed_with_a_hint():
 
 def test_control_characters_stay_out_of_comments():
     conversion = convert({"training": {"a\nsteps": "b\nc\x7f"}})
-    text = toml_of(conversion, header("run\n.toml", conversion.rows, ["x\ny"]))
+    text = conversion.toml(header("run\n.toml", conversion.rows, ["x\ny"]))
     assert all(line.startswith("#") for line in text.splitlines()[:3])
     tomllib.loads(text)
 
@@ -278,7 +278,7 @@ def test_a_key_from_before_0_2_is_unknown(key: str):
 # Models
 
 
-@pytest.mark.parametrize(("name", "flavor"), MODELS)
+@pytest.mark.parametrize(("name", "flavor"), [(name, flavor) for name in MODELS for flavor in MODELS[name]])
 def test_every_model_can_be_loaded(name: str, flavor: str):
     for seq_len in (4096, 8192):
         config_of({"model.name": name, "model.flavor": flavor, "training.seq_len": seq_len})
@@ -591,7 +591,7 @@ def test_the_config_says_what_the_file_said_and_no_more():
     values |= {"training.steps": 1000, "activation_checkpoint.mode": "none", "metrics.enable_tensorboard": True}
     values |= {"model.hf_assets_path": "assets", "metrics.enable_wandb": True, "job.print_config": False}
     conversion = converted(values)
-    assert toml_of(conversion, header("run.toml", conversion.rows, [])) == (
+    assert conversion.toml(header("run.toml", conversion.rows, [])) == (
         '# Converted from torchtitan\'s "run.toml" by titanlite config --from-torchtitan.\n'
         "# not offered: metrics.enable_wandb = true: "
         "examples/follow_metrics.py passes metrics.jsonl on to Weights & Biases\n"

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titanlite.checkpoint import tensors
 from titanlite.checkpoint.files import write_file
 from titanlite.checkpoint.folder import (
     DAMAGED,
@@ -38,14 +39,6 @@ from titanlite.checkpoint.folder import (
 from titanlite.checkpoint.manifest import MANIFEST, STATE, build_manifest
 from titanlite.checkpoint.ranks import collected_problems, with_all_ranks
 from titanlite.checkpoint.run import NoCheckpoints, RunState, Trained
-from titanlite.checkpoint.tensors import (
-    Slices,
-    dequantized,
-    model_tensors,
-    optimizer_tensors,
-    random_states,
-    slices_to_save,
-)
 from titanlite.config.errors import TrainingError
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Checkpoint, Comm, Model
@@ -162,9 +155,10 @@ class Checkpointer(NoCheckpoints):
             with self._saves(step):
                 if dist.get_rank() == 0:
                     self._names.create(step)
-            states = {name: dequantized(state) for name, state in optimizer_tensors(model, optimizer).items()}
-            generators = {name: (value, (0,), tuple(value.shape)) for name, value in random_states().items()}
-            slices = slices_to_save(model_tensors(model) | states) | generators
+            states = tensors.optimizer_tensors(model, optimizer)
+            states = {name: tensors.dequantized(state) for name, state in states.items()}
+            generators = {name: (value, (0,), tuple(value.shape)) for name, value in tensors.random_states().items()}
+            slices = tensors.slices_to_save(tensors.model_tensors(model) | states) | generators
             size = torch.tensor(sum(tensor.nbytes for tensor, *_ in slices.values()), dtype=torch.float64)
             dist.all_reduce(size, group=self.group)
             content = {"step": step, "identity": self.identity, "config": self.config, **state}
@@ -179,7 +173,7 @@ class Checkpointer(NoCheckpoints):
                     self._write(step, slices, state_json)
                     self._saved(step)
 
-    def _copied_to_host(self, slices: Slices) -> Slices:
+    def _copied_to_host(self, slices: tensors.Slices) -> tensors.Slices:
         """Copy slices to host memory, which is allocated in the first save, pinned if the tensors are on CUDA."""
         copies = {}
         for name, (tensor, offset, shape) in slices.items():
@@ -193,7 +187,7 @@ class Checkpointer(NoCheckpoints):
             torch.cuda.current_stream().synchronize()
         return copies
 
-    def _write(self, step: int, slices: Slices, state: bytes) -> None:
+    def _write(self, step: int, slices: tensors.Slices, state: bytes) -> None:
         """Write this rank's file. After all ranks have written their files, rank 0 writes state.json and the manifest,
         and renames the folder. An asynchronous save needs nothing else to be complete, even if the training fails."""
         rank, stored, folder = dist.get_rank(), None, self.folder / f"step-{step}{TEMPORARY}"
@@ -316,8 +310,7 @@ class Checkpointer(NoCheckpoints):
                 self._names.delete_set_aside(suffix)
                 self._names.close()
             for step in steps:
-                path = self._names.named(step, UNCONFIRMED)
-                if path.exists():
+                if (path := self._names.named(step, UNCONFIRMED)).exists():
                     words.append(f"step-{step} is now {self._names.set_aside(path, suffix)}: {SET_ASIDE[suffix]}")
         except OSError as error:
             words.append(f"the checkpoints of steps {steps} are not to be used and could not be renamed: {error}")

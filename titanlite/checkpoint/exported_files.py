@@ -19,22 +19,6 @@ BESIDE_THE_TOKENIZER = (
 )
 LARGEST_FILE = 2**28
 """The most bytes of a file that is read."""
-CARD = """---
-{head}
----
-
-# {name}
-
-Trained with titanlite {version} for {steps:,} steps, on {data}.{average}
-
-- base model: {base}
-- license of the base model: {license}
-{losses}
-The config of the run, with every option:
-
-````toml
-{config}````
-"""
 
 
 def tokenizer_files(tokenizer: Tokenizer, max_seq_len: int) -> dict[str, bytes]:
@@ -75,7 +59,8 @@ def model_card(path: Path, name: str, config: dict[str, Any], source: Path | Non
         base += f", with adapters (LoRA, rank {lora['rank']}, alpha {lora.get('alpha')}) merged"
     datasets = training.get("datasets") if isinstance(training.get("datasets"), list) else []
     names = [str(each.get("name")) for each in datasets if isinstance(each, dict)]
-    return CARD.format(
+    template = Path(__file__).with_name("model_card.md").read_text(encoding="utf-8")
+    return template.format(
         head="\n".join(f"{key}: {json.dumps(value)}" for key, value in head.items()),
         **{"name": name, "version": __version__, "steps": step, "base": base, "losses": _losses(run, step)},
         average=" The weights are their average (EMA); the losses are those of the weights themselves." * ema,

@@ -126,8 +126,7 @@ class CheckpointFolder:
 
     def confirm(self, step: int) -> None:
         """Rename an unconfirmed checkpoint as good, and delete good checkpoints beyond the newest keep_latest_k."""
-        unconfirmed = self.named(step, UNCONFIRMED)
-        if unconfirmed.exists():  # `publish` may have deleted this checkpoint
+        if (unconfirmed := self.named(step, UNCONFIRMED)).exists():  # `publish` may have deleted this checkpoint
             self._rename(unconfirmed, self.named(step))
             self._delete_oldest("")
 

@@ -69,10 +69,8 @@ def step_folders(folder: Path, *suffixes: str) -> list[Path]:
         return [folder]
     reason = why_not_read(folder)
     for place in (folder, folder / "checkpoint"):
-        found = checkpoints(place, *(suffixes or ("",)))
-        if found:
+        if found := checkpoints(place, *(suffixes or ("",))):
             return found
-        unconfirmed = checkpoints(place, UNCONFIRMED)
-        if unconfirmed:
+        if unconfirmed := checkpoints(place, UNCONFIRMED):
             reason = f"; {unconfirmed[-1]}, whose weights have given no finite step yet, is read if it is named"
     raise ConfigError([f"{folder}: expected a step-N folder, or a folder that contains one{reason}"])

@@ -157,8 +157,7 @@ def read_manifest(folder: Path) -> Manifest:
     if content.get("xxh3_64") != _checksum_of(content):
         raise ConfigError([f"{path}: the checksum differs: the file is damaged"])
     manifest = parse(Manifest, content, str(path))
-    problem = _problem_of(manifest)
-    if problem:
+    if problem := _problem_of(manifest):
         raise ConfigError([f"{path}: {problem}"])
     return manifest
 

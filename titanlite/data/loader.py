@@ -133,8 +133,7 @@ class Loader:
             batches, self._again = self._again, []
             self.position += self.training.global_batch_size
             return batches
-        item = self._ready.get()
-        if isinstance(item, Exception):
+        if isinstance(item := self._ready.get(), Exception):
             self._ready.put(item)  # a further call must raise the error again
             raise item
         batches, shard_states, self.step_counts = item

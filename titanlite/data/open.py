@@ -177,9 +177,8 @@ def open_mixture(tokenizer: Tokenizer, training: Training, caches: Caches, *, se
 def _open_validation(tokenizer: Tokenizer, validation: Validation, caches: Caches) -> SplitSequences:
     """Return the validation split; a mixture's has all datasets with at least one validation document."""
     opened = [(each.splits["validation"], each.source, cache) for each, cache in caches if "validation" in each.splits]
-    splits = [pack_once(cache, split, tokenizer, source.training) for split, source, cache in opened]
-    splits = [split for split in splits if split.n_sequences]
-    if not splits:
+    packed = (pack_once(cache, split, tokenizer, source.training) for split, source, cache in opened)
+    if not (splits := [split for split in packed if split.n_sequences]):
         split, source, _ = opened[0]
         if split == "train":
             raise ConfigError([f"{source}: has no text to validate on"])

@@ -192,8 +192,7 @@ def read_record(file: Path, kind: type[_Record]) -> _Record:
     untrusted, and DamagedShardError for other content or a wrong checksum."""
     if not stat.S_ISDIR(check_folder_trusted(file.parent).st_mode):
         raise DamagedShardError("it is not a folder")
-    size = regular_file(file)
-    if size > LARGEST_INDEX:
+    if (size := regular_file(file)) > LARGEST_INDEX:
         raise DamagedShardError(f"{file.name} has {size:,} bytes")
     try:
         record = kind.model_validate_json(read_file(file, LARGEST_INDEX))

@@ -61,8 +61,7 @@ def write(pipe: BinaryIO, name: str, content: bytes) -> None:
 
 def read(pipe: BinaryIO) -> tuple[str, bytes]:
     """Return the name and JSON of the next message. Raises EOFError if the other process has ended."""
-    line = pipe.readline(MEMORY)
-    if not line.endswith(b"\n"):
+    if not (line := pipe.readline(MEMORY)).endswith(b"\n"):
         raise EOFError
     name, _, content = line.partition(b" ")
     return name.decode(), content

@@ -90,8 +90,11 @@ def load_hf_weights(folder: Path, model: nn.Module, options: Model) -> None:
         for name, parameter in parameters.items():
             _fill(parameter, name, {tensor: files[tensor] for tensor in tensors[name]}, options)
             advance()
-    if is_rank0:
-        _print_new_rows(folder, {name: files[name] for name in grows & shapes.keys()}, options.vocab_size)
+    for name in grows & shapes.keys() if is_rank0 else ():
+        with open_safetensors(files[name]) as of_file:
+            n = options.vocab_size - of_file.get_slice(name).get_shape()[0]
+        if n:
+            print(f"{folder}: {n} new rows of {name}, the mean of the others (model.new_tokens)", flush=True)
 
 
 def _shapes_in(files: Mapping[str, Path], options: Model) -> dict[str, torch.Size]:
@@ -103,15 +106,6 @@ def _shapes_in(files: Mapping[str, Path], options: Model) -> dict[str, torch.Siz
             quantized = quantized_shapes(shape) if name + BLOCKS in files else {"": shape}
             shapes |= {name + kind: own for kind, own in quantized.items()}
     return shapes
-
-
-def _print_new_rows(folder: Path, grows: Mapping[str, Path], n_rows: int) -> None:
-    """Print, for each tensor, how many rows its file lacks."""
-    for name, file in grows.items():
-        with open_safetensors(file) as of_file:
-            n = n_rows - of_file.get_slice(name).get_shape()[0]
-        if n:
-            print(f"{folder}: {n} new rows of {name}, the mean of the others (model.new_tokens)", flush=True)
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
@@ -176,8 +170,7 @@ def _name_problems(folder: Path, found: set[str], expected: set[str], *, tied: b
     if missing:
         unless = " unless model.tie_embeddings = true" if missing == [OUTPUT_HEAD] else ""
         problems.append(f"{folder}: lacks {first_of(missing)}, which the model needs{unless}; {hint}")
-    quantized = [name for name in other if QUANTIZED.search(name)]
-    if quantized:
+    if quantized := [name for name in other if QUANTIZED.search(name)]:
         what = "quantized weights are not read; take or make ones in bfloat16 or float32 (docs/hugging_face.md)"
         problems.append(f"{folder}: has {first_of(quantized)}: {what}")
     elif other:

@@ -131,8 +131,7 @@ class FolderLock:
             self._thread.join()
             self._thread = None
             with contextlib.suppress(OSError, ConfigError):  # others take over a lock without a heartbeat
-                found = _read(self.path)
-                if _token(found) == self.token:
+                if _token(found := _read(self.path)) == self.token:
                     self._withdraw(found)
 
     def is_held(self) -> bool:
@@ -205,8 +204,7 @@ class FolderLock:
         with progress(f"{self.purpose}: waiting for a heartbeat of {who}"):
             for _ in range(looks_per_beat * self.patience):
                 time.sleep(self.beat_seconds / looks_per_beat)
-                now = _read(self.path)
-                if now != found:
+                if (now := _read(self.path)) != found:
                     return now
         return found
 

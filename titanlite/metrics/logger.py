@@ -178,7 +178,6 @@ class MetricsLogger(Logger):
             self.tensorboard.add_text("config", "\n".join(f"    {line}" for line in self.config.splitlines()))
 
     def log(self, step: int, values: Mapping[str, Any], seconds_per_step: float) -> None:
-        """Write values by tag to the console, metrics.jsonl and TensorBoard."""
         histograms = {tag: value for tag, value in values.items() if isinstance(value, Tensor)}
         values = {tag: value for tag, value in values.items() if tag not in histograms}
         if not values:
@@ -206,9 +205,9 @@ class MetricsLogger(Logger):
             self.tensorboard.begin(step + 1)
 
     def close(self) -> None:
-        for file in (self.file, self.tensorboard.file if self.tensorboard else None):
-            if file:
-                file.close()
+        self.file.close()
+        if self.tensorboard:
+            self.tensorboard.file.close()
 
 
 def _move_to_previous(folder: Path, names: list[str]) -> None:
@@ -230,8 +229,7 @@ def _remove_later_steps(path: Path, last_step: int) -> None:
     content = read_file(path, path.stat().st_size) if path.exists() else b""
     earlier, damaged = [], []
     for line in io.BytesIO(content):
-        row = row_of(line)
-        if row is None:
+        if (row := row_of(line)) is None:
             damaged.append(line)
         elif row["step"] <= last_step:
             earlier.append(line.rstrip(b"\n") + b"\n")

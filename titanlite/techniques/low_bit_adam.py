@@ -102,8 +102,7 @@ class LowBitAdam(AdamW8bit):
                         self._update(*tensors, group["lr"], *scaling, *numbers, rounds)
 
     def _state_of(self, weight: Tensor) -> dict[str, Tensor]:
-        state = self.state[weight]
-        if not state:
+        if not (state := self.state[weight]):
             state["step"] = torch.zeros((), device=weight.device)
             state["exp_avg"], state["exp_avg_sq"] = self._new_buffer(weight, True), self._new_buffer(weight, False)
         return {name: state[name] for name in ("step", "exp_avg", "exp_avg_sq")}

@@ -48,8 +48,11 @@ def convert_linear_layers(
     section, options = ("float8", float8) if float8.enable else ("int8", int8)
     is_mxfp8 = float8.enable and float8.recipe == "mxfp8"
     skipped, multiple = options.filter_fqns, (MX_BLOCK if is_mxfp8 else 16) * tensor_parallel_degree
-    if float8.enable and not float8.emulate:
-        _check_capability(device, (10, 0) if is_mxfp8 else (8, 9), "MXFP8" if is_mxfp8 else "float8")
+    needed, products = ((10, 0), "MXFP8") if is_mxfp8 else ((8, 9), "float8")
+    on_cuda = float8.enable and not float8.emulate and device.type == "cuda"
+    if on_cuda and torch.cuda.get_device_capability(device) < needed:
+        name, advice = torch.cuda.get_device_name(device), "set float8.emulate = true, or this to false"
+        raise ConfigError([f"float8.enable = true: {name} has no {products} products; {advice}"])
     names = _convertible(stage, skipped, multiple)
     if not names and not (model and _convertible(model(), skipped, multiple)):
         raise ConfigError([f"{section}.enable = true: no layer is converted; see {section}.filter_fqns, or set false"])
@@ -69,12 +72,6 @@ def _convertible(model: nn.Module, skipped: list[str], multiple: int) -> list[st
     names = [name for name, weight in linear if all(side % multiple == 0 for side in weight.shape)]
     skipped = (".feed_forward.shared.", *skipped)
     return [name for name in names if name != "output" and not any(fqn in name for fqn in skipped)]
-
-
-def _check_capability(device: torch.device, needed: tuple[int, int], products: str) -> None:
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < needed:
-        name, advice = torch.cuda.get_device_name(device), "set float8.emulate = true, or this to false"
-        raise ConfigError([f"float8.enable = true: {name} has no {products} products; {advice}"])
 
 
 class LowPrecisionLinear(nn.Linear):

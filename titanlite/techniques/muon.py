@@ -64,8 +64,8 @@ def assign(shapes: Sequence[tuple[int, ...]], n_ranks: int) -> list[list[Unit]]:
             matrices.append(Unit(number, shape, 0))
             continue
         size = math.ceil(shape[0] / n_ranks)
-        for first in range(0, shape[0], size):
-            experts.append(Unit(number, (min(size, shape[0] - first), *shape[1:]), first))
+        firsts = range(0, shape[0], size)
+        experts += [Unit(number, (min(size, shape[0] - first), *shape[1:]), first) for first in firsts]
     matrices.sort(key=lambda unit: (-work_of(unit.shape), unit.number))
     units = experts + matrices
     return [units[i : i + n_ranks] for i in range(0, len(units), n_ranks)]
@@ -185,8 +185,7 @@ class Muon(torch.optim.Optimizer):
             self._update(assignments, full, own["lr"] * RMS)
 
     def _add_to_momentum(self, weight: Tensor, scaling: dict[str, Tensor]) -> None:
-        state = self.state[weight]
-        if not state:
+        if not (state := self.state[weight]):
             state["momentum_buffer"] = torch.zeros_like(weight)
         gradient, buffer = local_shard(weight.grad), local_shard(state["momentum_buffer"])
         if not scaling:

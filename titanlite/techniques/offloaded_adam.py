@@ -90,9 +90,7 @@ class OffloadedAdam(torch.optim.Optimizer):
                 slot.free.record()
 
     def _state_of(self, weight: nn.Parameter) -> dict[str, Tensor]:
-        state = self.state[weight]
-        if not state:
+        if not (state := self.state[weight]):
             state["step"] = torch.zeros((), dtype=torch.float32)
-            for name in STATES:
-                state[name] = torch.zeros_like(weight, device="cpu")
+            state |= {name: torch.zeros_like(weight, device="cpu") for name in STATES}
         return state

@@ -177,8 +177,7 @@ def load_own(place: str | Parts) -> Parts:
         where = f"line {lines[-1]}: " if lines[-1] else ""
         problem = f"{where}{type(error).__name__}: {'; '.join(str(error).splitlines())}"
         raise ConfigError([f"--own {place}: {problem}"]) from error
-    own = getattr(module, name, None)
-    if not isinstance(own, Own):
+    if not isinstance(own := getattr(module, name, None), Own):
         there = ", ".join(key for key, value in vars(module).items() if isinstance(value, Own)) or "none"
         raise ConfigError([f"--own {place}: {show(name)} is no titanlite.Own of this file; it has {there}"])
     digest = hashlib.sha256(content).hexdigest()[:16]

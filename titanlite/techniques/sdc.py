@@ -80,8 +80,7 @@ class CorruptionCheck(Observer):
         own += self._different_replicas()
         problems = [None] * dist.get_world_size()
         dist.all_gather_object(problems, own)
-        found = [problem for each in problems for problem in each]
-        if found:
+        if found := [problem for each in problems for problem in each]:
             consequence = f"; {self.checkpointer.set_aside(SUSPECT)}" if self.checkpointer else ""
             raise TrainingError(f"step {step}: {_explanation(found)}{consequence}")
         if self.checkpointer:
@@ -96,8 +95,7 @@ class CorruptionCheck(Observer):
         """Return the replicas of this rank's weights that differ in their bits: (2, ranks, names of the weights)."""
         by_replicas: dict[tuple[DeviceMesh, tuple[int, ...]], list[str]] = {}
         for name, parameter in self.parameters.items():
-            axes = _replicated_axes(parameter)
-            if axes:
+            if axes := _replicated_axes(parameter):
                 by_replicas.setdefault((parameter.device_mesh, axes), []).append(name)
         wrong: dict[tuple[int, ...], list[str]] = {}
         for (mesh, axes), names in by_replicas.items():

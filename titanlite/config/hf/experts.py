@@ -39,8 +39,7 @@ def expert_options(config: JsonObject, model_type: str) -> dict[str, Any]:
 
 def _first_dense_layers(config: JsonObject) -> int:
     """Return the number of layers in mlp_only_layers, which must be the first ones."""
-    layers = config.values.get("mlp_only_layers")
-    if layers is None:
+    if (layers := config.values.get("mlp_only_layers")) is None:
         return 0
     if not isinstance(layers, list) or any(type(each) is not int for each in layers):
         config.reject("mlp_only_layers", "expected a list of integers")

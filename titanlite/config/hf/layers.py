@@ -57,8 +57,7 @@ def _window(config: JsonObject, model_type: str) -> int:
 
 
 def _windowed(config: JsonObject, model_type: str, window: int, n_layers: int) -> list[bool]:
-    types = config.values.get("layer_types")
-    if types is None:
+    if (types := config.values.get("layer_types")) is None:
         return [window > 0 and each for each in _default_windowed(config, model_type, n_layers)]
     allowed = [FULL, SLIDING] if FAMILIES[model_type].kinds and window else [SLIDING if window else FULL]
     if not isinstance(types, list) or len(types) != n_layers or any(each not in allowed for each in types):

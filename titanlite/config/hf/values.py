@@ -97,8 +97,7 @@ class JsonObject:
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1, most: int = LARGEST) -> int:
         """Return the integer at a key, or the default if it is missing or null; without a default, it is required."""
-        value = self.values.get(key)
-        if value is None and default is not None:
+        if (value := self.values.get(key)) is None and default is not None:
             return default
         if type(value) is int and least <= value <= most:
             return value
@@ -107,8 +106,7 @@ class JsonObject:
 
     def number(self, key: str, default: float | None = None, *, least: float = 0.0) -> float:
         """Return the finite number at a key, above 0 and at least `least`; for the default see `integer`."""
-        value = self.values.get(key)
-        if value is None and default is not None:
+        if (value := self.values.get(key)) is None and default is not None:
             return default
         if type(value) in (int, float) and 0 < value <= sys.float_info.max and value >= least:
             return float(value)
@@ -132,8 +130,7 @@ class JsonObject:
 
     def choice(self, key: str, choices: tuple[str, ...], default: str | None = None) -> str:
         """Return the string at a key, which is one of `choices`; for the default see `integer`."""
-        value = self.values.get(key)
-        if value is None and default is not None:
+        if (value := self.values.get(key)) is None and default is not None:
             return default
         if isinstance(value, str) and value in choices:
             return value

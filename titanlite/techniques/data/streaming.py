@@ -6,6 +6,7 @@ one rank tokenizes a document, and the order does not depend on the number of ra
 """
 
 import copy
+import itertools
 from collections import deque
 from collections.abc import Iterator
 from typing import Annotated, Any
@@ -135,10 +136,8 @@ class StreamingSequences:
         block, taken = start["block"], start["taken"]
         sequences = self._in_order(shard, place)
         while True:
-            tokens = []
-            for _ in range(self.block):
-                sequence, after = next(sequences)
-                tokens.append(sequence)
+            tokens, places = zip(*itertools.islice(sequences, self.block), strict=True)
+            after = places[-1]
             for number in range(taken, self.block):
                 state = {**place, "block": block, "taken": number + 1}
                 if number + 1 == self.block:
@@ -189,13 +188,12 @@ class StreamingSequences:
     def _texts_of_files(self, shard: int, position: list[int] | None) -> Iterator[tuple[Any, str]]:
         """Yield position and text of each document from `position` on: [index of a segment, row in the segment]."""
         segments: list[Segment] = self.shards[shard]
-        number, begin = position or (0, segments[0].begin)
-        while number < len(segments):
-            for end, text in read_documents(self.source, segments[number]._replace(begin=begin)):
+        first, begin = position or (0, segments[0].begin)
+        for number, segment in enumerate(segments[first:], first):
+            begin = begin if number == first else segment.begin
+            for end, text in read_documents(self.source, segment._replace(begin=begin)):
                 yield [number, begin], text
                 begin = end
-            number += 1
-            begin = segments[number].begin if number < len(segments) else 0
 
     def _texts_of_hub(self, shard: int, position: dict[str, Any] | None) -> Iterator[tuple[Any, str]]:
         """Yield position and text of each document from `position` on, a state of datasets.IterableDataset."""

@@ -67,11 +67,8 @@ def explain(search: Search) -> list[str]:
 
 def _explain_doubts(search: Search, layout: PlannedLayout) -> list[str]:
     """Return a line about layouts that, by their plans, may be as fast as a layout, and about how to find out."""
-    doubts = []
-    for other in (one for one in search.fitting() if one is not layout):
-        wrong, group = spread_of_difference(layout.spread, other.spread)
-        if abs(other.seconds - layout.seconds) < wrong:
-            doubts.append((other, wrong, group))
+    others = [(one, *spread_of_difference(layout.spread, one.spread)) for one in search.fitting() if one is not layout]
+    doubts = [each for each in others if abs(each[0].seconds - layout.seconds) < each[1]]
     if not doubts:
         return []
     other, wrong, group = doubts[0]
@@ -148,8 +145,7 @@ def _compare_with_baseline(search: Search, layout: PlannedLayout) -> str:
     start = f"The heuristic baseline ({inside} within a node, PP across, CP for long sequences, DP over the rest) is "
     start += f"{baseline}"
     planned = [one for one in search.planned if one.candidate.mesh == baseline and not one.problem]
-    fitting = [one for one in search.fitting() if one.candidate.mesh == baseline]
-    if fitting:
+    if fitting := [one for one in search.fitting() if one.candidate.mesh == baseline]:
         other = fitting[0]
         longer = {what: seconds - layout.shares.get(what, 0.0) for what, seconds in other.shares.items()}
         causes = [f"{what} ({longer[what]:+.2f} s)" for what in sorted(longer, key=longer.get) if longer[what] > 0]

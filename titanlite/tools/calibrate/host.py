@@ -45,10 +45,8 @@ def measure_dispatch(timer: Timer, operators: dict[str, list[list[float]]]) -> t
         if timer.device.type == "cpu":
             call()  # now eviction.copies is the number of copies of one call
             seconds -= own + eviction.copies * copying
-        if tensor_parallel:
-            results.append(max((seconds - n * results[0]) / on_dtensors, LEAST_SECONDS))
-        else:
-            results.append(max(seconds / n, LEAST_SECONDS))
+        per_operator = (seconds - n * results[0]) / on_dtensors if tensor_parallel else seconds / n
+        results.append(max(per_operator, LEAST_SECONDS))
     return results[0], results[1]
 
 

@@ -8,25 +8,22 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from titanlite.tools.diff.compare import Step
-from titanlite.tools.diff.report import PHASES, judge, report
+from titanlite.tools.diff.report import PHASES, WORDS, judge, report
 from titanlite.tools.html_page import WIDTH, figure_style, page, printed, svg_figure
 
 SMALLEST = 1e-18  # smaller distances, also 0, are drawn as SMALLEST
 REPORT_WIDTH = 150  # columns of a terminal
 PHASE_COLOURS = dict(zip(PHASES, ("#999999", "#4477aa", "#cc6677", "#ddaa33", "#117733"), strict=True))
-ALL_STEPS = """Each column is a tensor, in the order of computation within a step; each row is a step. The colour is \
-the relative distance of the two runs."""
-ONE_STEP = """Dots are the relative distances of the step's tensors, in the order of computation. The line is what the \
-distances of a tensor's inputs and rounding explain: a dot above it, marked by a ring, is computed in another way."""
+CAPTIONS = WORDS["captions"]
 
 
 def write_html(steps: list[Step], a: Path, b: Path, target: Path) -> None:
     """Write a self-contained page to `target`, and overwrite an existing file."""
     _, shown = judge(steps)
     with figure_style():
-        figures = [svg_figure(step_figure(shown), "step", ONE_STEP, title=f"Step {shown.number}")]
+        figures = [svg_figure(step_figure(shown), "step", CAPTIONS["one_step"], title=f"Step {shown.number}")]
         if len(steps) > 1:
-            figures.append(svg_figure(steps_figure(steps), "steps", ALL_STEPS, title="All steps"))
+            figures.append(svg_figure(steps_figure(steps), "steps", CAPTIONS["all_steps"], title="All steps"))
     numbers = f"<h2>In numbers</h2>\n{printed(report(steps, a, b), REPORT_WIDTH)}"
     body = "".join(["<h1>titanlite diff</h1>\n", *figures, numbers])
     target.write_text(page(f"titanlite diff: {a.name} and {b.name}", body), encoding="utf-8", newline="\n")
@@ -37,12 +34,10 @@ def step_figure(step: Step) -> Figure:
     figure = Figure(figsize=(WIDTH, 4.0), layout="constrained")
     axes, ring = figure.subplots(), {"markersize": 9, "fillstyle": "none", "color": "#b00020"}
     for phase, colour in PHASE_COLOURS.items():
-        own = [(x, _drawn(e.distance)) for x, e in enumerate(step.entries) if e.name.startswith(f"{phase} ")]
-        if own:
+        if own := [(x, _drawn(e.distance)) for x, e in enumerate(step.entries) if e.name.startswith(f"{phase} ")]:
             axes.plot(*zip(*own, strict=True), ".", color=colour, markersize=4, label=phase)
     axes.plot([_drawn(entry.allowed) for entry in step.entries], color="#555555", linewidth=0.8, label="explained")
-    wrong = [(x, _drawn(entry.distance)) for x, entry in enumerate(step.entries) if entry.differs]
-    if wrong:
+    if wrong := [(x, _drawn(entry.distance)) for x, entry in enumerate(step.entries) if entry.differs]:
         axes.plot(*zip(*wrong, strict=True), "o", label="not explained", **ring)
         x, y = wrong[0]
         axes.annotate(step.entries[x].name, (x, y), textcoords="offset points", xytext=(8, 8), color="#b00020")

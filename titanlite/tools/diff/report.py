@@ -9,19 +9,14 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from titanlite.config.loader import read_toml
 from titanlite.techniques.fingerprints.file import Description
 from titanlite.tools.diff.compare import Entry, Step
 from titanlite.tools.diff.computation import in_order, module_of
 from titanlite.tools.parity.ratios import reasons
 
-PHASES = ("input", "forward", "backward", "gradient", "update")
-MEANING = {
-    "input": "{}, which the step begins with",
-    "forward": "the output of {}",
-    "backward": "the gradient of the loss with respect to the output of {}",
-    "gradient": "the gradient of {}",
-    "update": "the change of {} by the optimizer",
-}
+WORDS = read_toml(str(Path(__file__).with_name("words.toml")))
+PHASES = tuple(WORDS["phases"])
 STYLES = ("green", "bold red", "yellow")  # style of the printed verdict, by exit status
 SMALLEST_RATIO = 1e-3
 """The report looks for a layout that explains a ratio only if the ratio is farther from 1 than this."""
@@ -40,9 +35,8 @@ def report(steps: list[Step], a: Path, b: Path) -> Group:
     """Return the verdict on the steps of two runs, and the table of the deciding step."""
     status, shown = judge(steps)
     lines = [f"A: {a}  {_described(shown.descriptions[0])}", f"B: {b}  {_described(shown.descriptions[1])}"]
-    for missing, run in zip(shown.missing, "AB", strict=True):
-        if missing:
-            lines.append(f"{run} lacks {len(missing)} tensors in step {shown.number}: {_some(missing)}")
+    lacking = [(run, missing) for run, missing in zip("AB", shown.missing, strict=True) if missing]
+    lines += [f"{run} lacks {len(each)} tensors in step {shown.number}: {_some(each)}" for run, each in lacking]
     lines += ["", f"relative distance of A and B in step {shown.number}, the largest of each module"]
     verdict = [Text(line, style=STYLES[status]) for line in verdict_lines(steps)]
     return Group(*map(Text, lines), _table(shown), Text(), *verdict)
@@ -59,7 +53,7 @@ def verdict_lines(steps: list[Step]) -> list[str]:
     if entry is None:
         return [f"INCOMPLETE: one run lacks tensors of the other from step {step.number} on; no other tensor differs"]
     phase, _, tensor = entry.name.partition(" ")
-    meaning = "the loss" if tensor == "loss" else MEANING[phase].format(tensor)
+    meaning = "the loss" if tensor == "loss" else WORDS["phases"][phase].format(tensor)
     word = "DIFFERENT" if entry.differs else "TOO COARSE TO COMPARE"
     lines = [f"{word}: first in step {step.number}, {phase}: {meaning}"]
     lines.append(f"distance {entry.distance:.1e}, of which its inputs and rounding explain {entry.allowed:.1e}")

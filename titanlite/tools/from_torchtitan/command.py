@@ -2,43 +2,15 @@
 
 from pathlib import Path
 
-import tomli_w
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from titanlite.config import ConfigError, load_values
-from titanlite.config.loader import parse_toml, print_problems, printable, read_toml, sections_of, show
-from titanlite.config.schema import Config
-from titanlite.tools.from_torchtitan.conversion import (
-    DEFAULT,
-    MISSING,
-    OPTIONS,
-    TAKEN,
-    UNKNOWN,
-    WHATEVER_THE_FILE_SAYS,
-    Conversion,
-    Row,
-)
+from titanlite.config.loader import parse_toml, print_problems, printable, read_toml, show
+from titanlite.tools.from_torchtitan.conversion import MISSING, TAKEN, UNKNOWN, WHATEVER_THE_FILE_SAYS, Conversion, Row
 from titanlite.tools.from_torchtitan.groups import convert
-
-
-def toml_of(conversion: Conversion, header: list[str]) -> str:
-    """Return the converted options as TOML, below a header of comments. A comment marks each default of torchtitan."""
-    lines = [f"# {line}" for line in header]
-    for section in sections_of(Config):
-        chosen = {
-            option.removeprefix(f"{section}."): conversion.options[option]
-            for option in OPTIONS
-            if option in conversion.options and option.rpartition(".")[0] == section
-        }
-        lines += ["", f"[{section}]"] if chosen else []
-        for name, (value, key) in chosen.items():
-            text = tomli_w.dumps({name: value}).rstrip("\n")
-            is_default = key not in conversion.values and "\n" not in text
-            lines.append(f"{text}  # {DEFAULT}" if is_default else text)
-    return "\n".join(lines).lstrip("\n") + "\n"
 
 
 def listing(rows: list[Row]) -> Table:
@@ -65,7 +37,7 @@ def main(argv: list[str]) -> int:
     values = read_toml(source)
     conversion = convert(values)
     problems = problems_of(conversion, targets[0] if targets else "the converted config")
-    text = toml_of(conversion, header(source, conversion.rows, problems))
+    text = conversion.toml(header(source, conversion.rows, problems))
     if targets:
         target = Path(targets[0])
         try:
@@ -97,7 +69,7 @@ def header(source: str, rows: list[Row], problems: list[str]) -> list[str]:
 
 def problems_of(conversion: Conversion, name: str) -> list[str]:
     try:
-        load_values(parse_toml(toml_of(conversion, [])), name, [])
+        load_values(parse_toml(conversion.toml([])), name, [])
     except ConfigError as error:
         return error.problems
     return []

@@ -9,7 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titanlite.config.loader import options_of, printable, read_toml, show
+import tomli_w
+
+from titanlite.config.loader import options_of, printable, read_toml, sections_of, show
 from titanlite.config.rules import DEPENDENT_OPTIONS
 from titanlite.config.schema import Config
 
@@ -50,11 +52,7 @@ DEFAULTS: dict[str, Any] = _TABLES["defaults"]
 NOT_OFFERED = {key: Missing(**values) for key, values in _TABLES["not_offered"].items()}
 OF_0_2: dict[str, str] = _TABLES["of_0_2"]
 """Old keys that a 0.2 release of torchtitan still reads, each with the key of 0.2.2 that replaced it."""
-MODELS: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {
-    (name, flavor): (ours["flavor"], {key: value for key, value in ours.items() if key != "flavor"})
-    for name, flavors in _TABLES["models"].items()
-    for flavor, ours in flavors.items()
-}
+MODELS: dict[str, dict[str, dict[str, Any]]] = _TABLES["models"]
 """titanlite's flavor and the options that differ from the flavor, by torchtitan's model.name and model.flavor."""
 DEEPSEEK_ORIGINAL_SEQ_LEN = 4096
 """The largest training.seq_len with which torchtitan's DeepSeek-V3 has no YaRN."""
@@ -85,8 +83,7 @@ class Conversion:
         self.statuses: dict[str, str] = {}
         self.rows: list[Row] = []
         for key, value in pairs:
-            name = OF_0_2.get(key, key)
-            if name in self.written:
+            if (name := OF_0_2.get(key, key)) in self.written:
                 other = " = ".join((printable(self.written[name][0]), shown(self.written[name][1])))
                 self.rows.append(Row(NOT_READ, other, "", f"{printable(key)} is set, too", matters=False))
             self.written[name] = key, value
@@ -143,6 +140,20 @@ class Conversion:
             self.rows.append(Row(DEFAULT, key, "\n".join(targets[key]), "; ".join(self.notes.get(key, []))))
         self.rows.sort(key=lambda row: (STATUSES.index(row.status), row.status == DEFAULT and row.source))
 
+    def toml(self, header: list[str]) -> str:
+        """Return the options as TOML, below a header of comments. A comment marks each default of torchtitan."""
+        lines = [f"# {line}" for line in header]
+        for section in sections_of(Config):
+            of_section = [option for option in OPTIONS if option.rpartition(".")[0] == section]
+            chosen = [option for option in of_section if option in self.options]
+            lines += ["", f"[{section}]"] if chosen else []
+            for option in chosen:
+                value, key = self.options[option]
+                text = tomli_w.dumps({option.removeprefix(f"{section}."): value}).rstrip("\n")
+                is_default = key not in self.values and "\n" not in text
+                lines.append(f"{text}  # {DEFAULT}" if is_default else text)
+        return "\n".join(lines).lstrip("\n") + "\n"
+
     def _add_switches(self) -> None:
         """Set switches that are off and have options set, which torchtitan ignores and titanlite would reject."""
         for dependent in DEPENDENT_OPTIONS:
@@ -173,9 +184,7 @@ class Conversion:
 
 def _precedence(key: str, value: Any) -> int:
     """Return a key's precedence. Of two keys with one meaning, the larger precedence counts, as in torchtitan."""
-    if key == "model.tokenizer_path":
-        return 2 if value else 0
-    return 0 if key in OF_0_2 else 1
+    return 2 * bool(value) if key == "model.tokenizer_path" else int(key not in OF_0_2)
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -49,18 +49,17 @@ def _model(to: Conversion) -> None:
     elif isinstance(path, str) and not Path(path).is_absolute():
         to.note(ASSETS, "relative to the folder that the run is started in", "")
     key = FLAVOR if FLAVOR in to.values or MODEL not in to.values else MODEL
-    ours, changes = MODELS.get((str(name), str(flavor)), ("", {}))
-    if not ours:
+    changes = dict(MODELS.get(str(name), {}).get(str(flavor), {}))
+    if not changes:
         to.put(FLAVOR, f"{name} {flavor}", key)
-        models = ", ".join(sorted({name for name, _ in MODELS}))
+        models = ", ".join(sorted(MODELS))
         to.note(key, f"titanlite has no such model; of {models} it has torchtitan's flavors", MISSING)
         if key != MODEL:
             to.note_if_set(MODEL, "see model.flavor", MISSING)
         return
-    to.put(FLAVOR, ours, key)
+    to.put(FLAVOR, ours := changes.pop("flavor"), key)
     if not changes:
         to.statuses[key] = RENAMED  # a call of `to` below may replace this status
-    changes = dict(changes)
     if changes.pop("document_mask", False):
         to.put("training.document_mask", True, key)
     if name == "deepseek_v3" and to.number("training.seq_len", 2048) <= DEEPSEEK_ORIGINAL_SEQ_LEN:

@@ -141,9 +141,8 @@ def write_explorer(plan: Plan, arguments: list[str], axes: dict[str, list[Any]],
                 entries[key] |= entry
             advance(futures[future])
         complete = True
-    title = (
-        f"titanlite plan: {Path(own.file).name}, {plan.config.model.flavor} on {quantity(plan.world_size, 'device')}"
-    )
+    model = f"{plan.config.model.flavor} on {quantity(plan.world_size, 'device')}"
+    title = f"titanlite plan: {Path(own.file).name}, {model}"
     colours = KIND_COLOURS | SHARE_COLOURS | {"overhead": "#777777"}
     text = json.dumps({"axes": axes, "colours": colours, "entries": entries}, separators=(",", ":"))
     body = Path(__file__).with_name("explore.html").read_text(encoding="utf-8").replace("[[TITLE]]", html.escape(title))

@@ -15,49 +15,30 @@ from matplotlib.path import Path as Outline
 
 from titanlite.tools.html_page import WIDTH, figure_style, page, printed, svg_figure
 from titanlite.tools.plan.memory_timeline import Point
-from titanlite.tools.plan.report import GIB, report, speed_line, time_shares, verdict
+from titanlite.tools.plan.report import GIB, WORDS, report, speed_line, time_shares, verdict
 from titanlite.tools.plan.result import Plan
 from titanlite.tools.plan.segments import Pass
 
-# Persistent kinds are at the bottom, so that the other kinds change above a flat area. Neighbouring kinds also differ
-# in lightness, for greyscale prints.
-# fmt: off
-KIND_COLOURS = {
-    "parameters": "#332288", "optimizer": "#88ccee", "gradients": "#117733", "communication": "#ddcc77",
-    "activations": "#cc6677", "gathered": "#44aa99", "logits": "#882255", "temporary": "#bbbbbb",
-}
-SHARE_COLOURS = {  # the keys of report.time_shares
-    "matrix multiplication": "#4477aa", "attention": "#88ccee", "other operators (memory-bound)": "#117733",
-    "exposed communication": "#ddcc77", "waiting for other pipeline ranks": "#cccccc",
-    "optimizer step on the CPU": "#882255", "waiting for the host": "#aa4499",
-}
-# fmt: on
-ACTIONS = {
-    Pass.FORWARD: ("#8fbce6", "forward"),
-    Pass.BACKWARD: ("#c8553d", "backward"),
-    Pass.INPUT_GRADIENT: ("#e8a33d", "input gradient (dgrad)"),
-    Pass.WEIGHT_GRADIENT: ("#3f8f5f", "weight gradient (wgrad)"),
-}
+KIND_COLOURS, SHARE_COLOURS = WORDS["kind_colours"], WORDS["share_colours"]
+ACTIONS = {Pass(letter): looks for letter, looks in WORDS["actions"].items()}  # colour and name
 UPDATE_COLOUR, LIMIT_COLOUR = "#555555", "#b00020"
 IDLE = {"facecolor": "#ffffff", "edgecolor": "#999999", "hatch": "/////", "linewidth": 0}
 MAX_POINTS = 1000  # points of a memory curve: a figure has no room for more
 REPORT_WIDTH = 150  # columns, so that the names in the memory table are not truncated
-
-BODY = """\
-<h1>titanlite plan: {}</h1>
-<p>Config <code>{}</code>{}</p>
-<p><strong>{}</strong></p>
-<p>{}</p>
-{}<h2>The plan in numbers</h2>
-{}"""
+BODY = Path(__file__).with_name("figures.html").read_text(encoding="utf-8")
 
 
 def write_html(plan: Plan, file: str, target: Path) -> None:
     """Write a self-contained page about the plan of a config file. Overwrites the target if it exists."""
+    rank = f"Pipeline rank {plan.worst.rank}, which needs the most." if len(plan.ranks) > 1 else "Every rank."
+    skipped = "" if plan.spans else " Of its gradient accumulation steps the first, a middle and the last are shown."
+    captions = WORDS["captions"]
     with figure_style():
-        figures = [svg_figure(memory_figure(plan), "memory", _memory_caption(plan), title="Memory over the step")]
+        caption = captions["memory"].format(rank, skipped)
+        figures = [svg_figure(memory_figure(plan), "memory", caption, title="Memory over the step")]
         if plan.spans:
-            figures.append(svg_figure(schedule_figure(plan), "schedule", SCHEDULE_CAPTION, title="Pipeline schedule"))
+            drawn = schedule_figure(plan)
+            figures.append(svg_figure(drawn, "schedule", captions["schedule"], title="Pipeline schedule"))
         shortest, longest = plan.step_range
         caption = f"Seconds of the busiest rank's step; the step takes from {shortest:.3f} to {longest:.3f} s."
         figures.append(svg_figure(time_figure(plan), "time", caption, title="Step time"))
@@ -66,21 +47,6 @@ def write_html(plan: Plan, file: str, target: Path) -> None:
     texts = map(html.escape, (model, file, description, verdict(plan)[1], speed_line(plan)))
     body = BODY.format(*texts, "".join(figures), printed(report(plan, file), REPORT_WIDTH))
     target.write_text(page(f"titanlite plan: {file}", body), encoding="utf-8", newline="\n")
-
-
-SCHEDULE_CAPTION = """The actions of each pipeline rank. The numbers are those of microbatches, where a box has room \
-for one. Of a rank with several stages, a later stage is paler. The gradient reduction and the update begin when the \
-last rank is done."""
-
-
-def _memory_caption(plan: Plan) -> str:
-    rank = f"Pipeline rank {plan.worst.rank}, which needs the most." if len(plan.ranks) > 1 else "Every rank."
-    skipped = "" if plan.spans else " Of its gradient accumulation steps the first, a middle and the last are shown."
-    return (
-        f"{rank} What is on the device at each moment, in the order of the program and not to the scale of time: the "
-        f"peak and the end of each segment of the step, such as a block's forward.{skipped} The limit is the device's "
-        "memory without the non-tensor overhead."
-    )
 
 
 def memory_figure(plan: Plan) -> Figure:

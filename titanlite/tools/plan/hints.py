@@ -17,15 +17,13 @@ def hints(plan: Plan) -> list[str]:
 def in_time(plan: Plan) -> Iterator[str]:
     """Yield hints about lost time."""
     config, parallelism, seconds = plan.config, plan.config.parallelism, plan.cost.seconds
-    nodes = plan.axis_size("tp")[1]
-    if nodes > 1:
+    if (nodes := plan.axis_size("tp")[1]) > 1:
         share = seconds["communication: tp"] / plan.step_seconds
         option = f"parallelism.tensor_parallel_degree at most {devices_per_node(config, plan.device)}"
         yield f"tensor parallel over {nodes} nodes communicates for {share:.0%} of the step: {option}"
     yield few_microbatches(plan)
     busy = [sum(span.end - span.start for span in spans) for spans in plan.spans] or [1.0]
-    excess = max(busy) * len(busy) / sum(busy) - 1
-    if excess > SMALL:
+    if (excess := max(busy) * len(busy) / sum(busy) - 1) > SMALL:
         stages = f"pipeline rank {busy.index(max(busy))} computes {excess:.0%} longer than the mean"
         yield stages + ": parallelism.pipeline_parallel_{first,last}_stage_less_layers"
     eager = (seconds["memory"] + seconds["host"]) / plan.step_seconds

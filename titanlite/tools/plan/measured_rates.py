@@ -36,8 +36,7 @@ def collective_seconds(measured: Measured, name: str, size: int, n: int, nodes: 
     """Return the seconds of a collective of `size` bytes over n ranks on `nodes` nodes. The measured group that is
     nearest, first in whether it spans nodes, then in its number of ranks, gives the seconds. The size is converted to
     that group's number of ranks as in a ring, by (n - 1) / n. Raises ConfigError if no group was measured."""
-    rows = [row for row in measured.collectives if row.name == name]
-    if not rows:
+    if not (rows := [row for row in measured.collectives if row.name == name]):
         raise ConfigError([f"plan.device: no {name} was measured there; calibrate with at least two ranks"])
     nearest = min(
         rows, key=lambda row: ((row.nodes > 1) != (nodes > 1), abs(math.log(row.ranks / n)), abs(row.nodes - nodes))

@@ -192,8 +192,7 @@ class OpTrace(TorchDispatchMode):
             return NotImplemented  # a subclass such as DTensor then dispatches operators on its inner tensors
         kwargs = kwargs or {}
         name = str(func._schema.name).replace("::", ".")
-        implementation = DECOMPOSED.get(name)
-        if implementation is not None:
+        if implementation := DECOMPOSED.get(name):
             with self:
                 return implementation(*args, **kwargs)
         out = RESULTS.get(name, func)(*args, **kwargs)
@@ -249,14 +248,12 @@ class OpTrace(TorchDispatchMode):
 
     def _free(self, key: int, _: Any) -> None:
         self._watched.pop(key, None)
-        allocation = self.live.pop(key, None)
-        if allocation is not None:
+        if allocation := self.live.pop(key, None):
             self.resize(allocation, 0)
 
     def resize(self, allocation: Allocation, size: int) -> None:
         """Record an allocation's new size in bytes."""
-        change = size - allocation.size
-        if change:
+        if change := size - allocation.size:
             allocation.size = size
             allocation.largest = max(allocation.largest, size)
             self.record(Memory(allocation, change))
@@ -356,8 +353,7 @@ def recording() -> Iterator[OpTrace]:
     resize, propagate = torch.UntypedStorage.resize_, getattr(ShardingPropagator, name)
 
     def recorded_resize(storage: torch.UntypedStorage, size: int) -> Any:
-        allocation = trace.live.get(storage._cdata)
-        if allocation is not None:
+        if allocation := trace.live.get(storage._cdata):
             allocation.kind = "gathered"
             trace.resize(allocation, size)
         return resize(storage, size)

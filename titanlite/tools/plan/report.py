@@ -9,6 +9,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from titanlite.config.loader import read_toml
 from titanlite.metrics.summary import describe_mesh, describe_precision
 from titanlite.tools.plan.connections import gloo_connections, process_groups
 from titanlite.tools.plan.efficiency import ANY, Share, reached
@@ -19,13 +20,8 @@ from titanlite.tools.plan.saving import saving
 from titanlite.tools.plan.segments import KINDS
 
 GIB, WIDTH = 2**30, 126
-KIND_WORDS = {
-    "gathered": "weights that FSDP has all-gathered",
-    "activations": "saved for the backward",
-    "communication": "messages, and buffers of collectives",
-    "temporary": "freed in the pass that allocates it",
-}
-"""Kinds of memory whose names do not say what they are."""
+WORDS = read_toml(str(Path(__file__).with_name("words.toml")))
+KIND_WORDS, GROUP_NAMES = WORDS["kinds"], WORDS["groups"]
 
 
 def verdict(plan: Plan) -> tuple[bool, str]:
@@ -107,13 +103,10 @@ def rates_line(plan: Plan) -> str:
     """Return a line on where the rates of the plan are from."""
     if plan.device.measured:
         return "rates: measured by titanlite calibrate"
-    architecture, name = (
-        (plan.device.architecture, plan.config.plan.device) if plan.device.kind == "gpu" else ("cpu", "")
-    )
-    shares: dict[str, list[str]] = {}
-    for key, share in reached(architecture, Path(name).stem):
+    name, shares = Path(plan.config.plan.device).stem, dict[str, list[str]]()
+    for key, share in reached(plan.device.architecture if plan.device.kind == "gpu" else "cpu", name):
         if isinstance(share, Share):
-            shares.setdefault(share.basis(Path(name).stem), []).append(key.replace("_", " "))
+            shares.setdefault(share.basis(name), []).append(key.replace("_", " "))
     bases = "; ".join(f"{basis}: {', '.join(keys)}" for basis, keys in shares.items())
     return f"rates: the data sheet's, times shares that are {bases}"
 
@@ -194,20 +187,6 @@ def speed_line(plan: Plan) -> str:
     line = f"{speed:,.0f} tokens/s per device, {speed * plan.world_size:,.0f} in total; "
     line += f"MFU {plan.mfu:.1%} of {plan.device.bf16 / 1e12:,.3g} TFLOP/s"
     return line + (f"; pipeline bubble {plan.pipeline_bubble:.1%} ({schedule})" if plan.spans else "")
-
-
-GROUP_NAMES = {
-    "matmul": "matrix multiplication",
-    "memory": "memory-bound operators",
-    "interconnect": "communication within a node",
-    "network": "communication between nodes",
-    "host": "the host",
-    "overlap": "computation beside communication",
-    "devices": "how unequal devices are",
-    "offload": "CPU offload",
-    "program": "what no rate says",
-}
-"""Names of groups of times in messages; a group that is not listed keeps its name."""
 
 
 def range_line(plan: Plan) -> str:
