@@ -31,7 +31,7 @@ from titanlite.launch.process_group import device_of, log_rank0, options_of_run,
 from titanlite.launch.progress import COMPILES, first_step_done, mark, progress
 from titanlite.launch.run_folders import check_writable, folders_of_run, lock_run
 from titanlite.metrics import logger as metrics
-from titanlite.metrics.profilers import collected_garbage, profilers
+from titanlite.metrics.profiling import collected_garbage, profilers
 from titanlite.metrics.summary import account, run_summary
 from titanlite.optimizer import set_lr
 from titanlite.parallel import mesh

@@ -258,18 +258,22 @@ def _device_rules(config: Config, on_cuda: bool, reject: Rejections) -> None:
     needs_cuda = "needs CUDA, and this run is on a CPU; set"
     if parallelism.enable_async_tensor_parallel and parallelism.tensor_parallel_degree > 1 and not on_cuda:
         reject(ASYNC_TENSOR, f"{needs_cuda} false")
-    if float8.enable and not float8.emulate and not on_cuda:
-        reject("float8.enable", f"{needs_cuda} float8.emulate = true, or this to false")
-    elif float8.enable and not float8.emulate and param != "bfloat16":
-        message = f"float8 products are bfloat16, and the model computes in {param}; set float8.emulate = true, or "
-        reject("float8.enable", message + "this to false")
-    options = config.compile
-    compiles_model = options.enable and "model" in options.components and options.backend == "inductor"
-    # The inductor of torch 2.13 fails an assertion there.
-    if float8.enable and compiles_model and float8.recipe == "mxfp8" and not on_cuda:
-        message = "inductor's C++ fails on the blocks of MXFP8, and this run is on a CPU; set"
-        reject("compile.backend", f'{message} "aot_eager", or compile.enable = false')
+    if float8.enable:
+        _float8_device_rules(config, on_cuda, needs_cuda, reject)
     if config.debug.sdc_check_freq and on_cuda and not config.debug.deterministic:
         reject("debug.sdc_check_freq", "compares bits of repeated steps on CUDA; set debug.deterministic = true")
     if config.profiling.enable_memory_snapshot and not on_cuda:
         reject("profiling.enable_memory_snapshot", f"{needs_cuda} false")
+
+
+def _float8_device_rules(config: Config, on_cuda: bool, needs_cuda: str, reject: Rejections) -> None:
+    param, emulated, options = config.training.mixed_precision_param, config.float8.emulate, config.compile
+    if not emulated and not on_cuda:
+        reject("float8.enable", f"{needs_cuda} float8.emulate = true, or this to false")
+    elif not emulated and param != "bfloat16":
+        message = f"float8 products are bfloat16, and the model computes in {param}; set float8.emulate = true, or "
+        reject("float8.enable", message + "this to false")
+    compiles_model = options.enable and "model" in options.components and options.backend == "inductor"
+    if compiles_model and config.float8.recipe == "mxfp8" and not on_cuda:  # inductor of torch 2.13 fails an assertion
+        message = "inductor's C++ fails on the blocks of MXFP8, and this run is on a CPU; set"
+        reject("compile.backend", f'{message} "aot_eager", or compile.enable = false')

@@ -54,9 +54,7 @@ def export(
     special_tokens = {"bos": bos, "eos": eos}
     configs = config_files(options, source, torch_dtype=_name(dtype), max_seq_len=max_seq_len, **special_tokens)
     _check_shapes(reader, options, dtype)
-    if options.mla.kv_lora_rank and options.moe.n_experts and options.moe.score_function != "softmax":
-        # A DeepSeek-V3 always has biases that balance experts, even if they are zero.
-        options = options.model_copy(update={"moe": options.moe.model_copy(update={"balance_bias": True})})
+    options = _with_biases(options)
     with new_folder(out) as folder:
         for name, content in zip(("config.json", "generation_config.json"), configs, strict=True):
             write_json(folder / name, content)
@@ -83,6 +81,13 @@ def _check_shapes(reader: Any, options: Model, dtype: torch.dtype) -> None:
     ]
     if problems:
         raise ConfigError([f"{problems[0]}; {len(problems)} tensors differ, so the checkpoint is damaged"])
+
+
+def _with_biases(options: Model) -> Model:
+    """Return the exported model's options: a DeepSeek-V3 always has biases that balance experts, even if zero."""
+    if not options.mla.kv_lora_rank or not options.moe.n_experts or options.moe.score_function == "softmax":
+        return options
+    return options.model_copy(update={"moe": options.moe.model_copy(update={"balance_bias": True})})
 
 
 def _name(dtype: torch.dtype) -> str:

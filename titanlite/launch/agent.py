@@ -71,6 +71,10 @@ class NewStores:
         return getattr(self.handler, name)
 
 
+class NoRestartError(Exception):
+    """Ranks have failed, and the agent must not start them again."""
+
+
 class Agent(LocalElasticAgent):
     """torchrun's agent of one node, which overrides _monitor_workers, torch's method for extending agents."""
 
@@ -96,7 +100,7 @@ class Agent(LocalElasticAgent):
             print_to_console(message)
         self.statuses = failed
         if failed and ({2, process.STOPPED} & {*failed.values()} or self.signals.stopping):
-            raise RuntimeError("the ranks end")  # if restarted after a wrong config or a stop, they would end again
+            raise NoRestartError  # ranks restarted after a wrong config or a stop would end again
         if result.is_failed() and self.restarts < worker_group.spec.max_restarts:
             self.restarts += 1
             print_to_console(f"restart {self.restarts} of {worker_group.spec.max_restarts}")

@@ -6,16 +6,30 @@ import os
 import re
 import signal
 import sys
-from pathlib import Path
 
 from titanlite import __version__
 from titanlite.config.errors import TrainingError
-from titanlite.config.loader import ConfigError, did_you_mean, print_problems, printable, read_toml
+from titanlite.config.loader import ConfigError, did_you_mean, print_problems, printable
 from titanlite.launch import process
 from titanlite.launch.other_processes import listen_as_launcher
 from titanlite.launch.process import exit_process
 
-COMMANDS = read_toml(str(Path(__file__).with_name("commands.toml")))
+COMMANDS = {
+    "train": ("titanlite.launch.launcher", "train a config on this node with as many ranks as it asks for"),
+    "plan": ("titanlite.tools.plan.command", "plan memory, communication and step time without the hardware"),
+    "calibrate": ("titanlite.tools.calibrate.command", "measure the devices at hand, for plans of runs on them"),
+    "advise": ("titanlite.tools.advise.command", "search the layouts of a model on so many devices"),
+    "parity": ("titanlite.tools.parity.command", "compare a config's layout with a single process"),
+    "source": ("titanlite.tools.source", "print the lines of titanlite that a config executes"),
+    "diff": ("titanlite.tools.diff.command", "find the first tensor at which two runs differ"),
+    "tokenize": ("titanlite.tools.tokenize", "tokenize the dataset of a config before a run"),
+    "checkpoint": ("titanlite.tools.checkpoint", "list and verify the checkpoints of a run"),
+    "config": ("titanlite.tools.config", "print, compare or convert configs, or print all options"),
+    "generate": ("titanlite.tools.generate.command", "continue prompts with a trained model"),
+    "eval": ("titanlite.tools.evaluate", "compute the loss of a model on a dataset"),
+    "logprobs": ("titanlite.tools.logprobs", "compute log-probabilities, and compare a trainer's and an engine's"),
+    "export": ("titanlite.tools.export", "write a checkpoint as a Hugging Face folder"),
+}
 """Module and description of each subcommand. A module's `main(argv)` returns the exit status or raises ConfigError."""
 
 

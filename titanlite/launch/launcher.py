@@ -28,7 +28,7 @@ from typing import Any
 from titanlite.config import Config, ConfigError, Launch, LoadedConfig, check, load
 from titanlite.config.launch import count_from_environment as count
 from titanlite.config.launch import plan_command, quantity, raise_open_file_limit, require_torchft
-from titanlite.config.loader import check_all, read_toml, show
+from titanlite.config.loader import check_all, show
 from titanlite.config.own import take_own
 from titanlite.config.reference import help_text
 from titanlite.config.schema import count_parameters
@@ -38,7 +38,14 @@ from titanlite.launch.process import ENDS_WITH_STDIN, LOG_FOLDER, STARTED_BY, av
 
 BYTES_PER_PARAMETER = 6
 """Least persistent memory per parameter, in bytes: weight, exp_avg and exp_avg_sq in bfloat16."""
-VARIABLES = read_toml(str(Path(__file__).with_name("variables.toml")))
+VARIABLES = {
+    "NNODES": ("[1-9][0-9]{0,8}(:[1-9][0-9]{0,8})?", "an integer >= 1"),
+    "LOG_RANK": ("[0-9]{1,9}(,[0-9]{1,9})*", "ranks of this node, as in 0,1"),
+    "OMP_NUM_THREADS": ("[1-9][0-9]{0,8}(,[1-9][0-9]{0,8})*", "an integer >= 1"),
+    "LOGLEVEL": ("CRITICAL|FATAL|ERROR|WARNING|WARN|INFO|DEBUG|NOTSET", "a level of Python's logging, as in INFO"),
+    "MASTER_ADDR": (r"[\w.-]+|[0-9a-fA-F:.]+(%\w+)?", "the name of a node, or its IP address"),
+    "JOB_ID": ("[^\0-\x1f\x7f\ud800-\udfff]+", "text without control characters"),
+}
 """Pattern of each environment variable with text, and a description of the pattern for messages."""
 
 

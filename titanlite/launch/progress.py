@@ -21,8 +21,8 @@ INTERVAL_SECONDS = 10.0
 def progress(
     description: str, *, total: int | None = None, unit: str = "", enabled: bool = True
 ) -> Iterator[Callable[..., None]]:
-    """Print the progress of the with block to standard error every 10 seconds, if `enabled`: "validation: 10 of 40
-    batches, 0:00:20, 0:01:00 left". Yield a function that takes the amount done since its last call, and a text."""
+    """Print the progress of the with block to standard error every 10 seconds, if `enabled`. Yield a function that
+    takes the amount done since its last call, and a text for the line."""
     begin, done, details, finished = time.monotonic(), 0, "", threading.Event()
 
     def advance(amount: int = 1, text: str = "") -> None:
@@ -32,10 +32,7 @@ def progress(
 
     def report() -> None:
         while enabled and not finished.wait(INTERVAL_SECONDS):
-            seconds = time.monotonic() - begin
-            amount = [f"{done:,} of {total:,} {unit}"] if total is not None else [f"{done:,} {unit}"] if done else []
-            left = [f"{timedelta(seconds=round(seconds / done * (total - done)))} left"] if total and done else []
-            line = f"{description}: {', '.join([*amount, str(timedelta(seconds=round(seconds))), *left])}"
+            line = progress_line(description, done, total, unit, time.monotonic() - begin)
             print(printable(f"{line}; {details}" if details else line), file=sys.stderr, flush=True)
 
     thread = threading.Thread(target=report, name="progress", daemon=True)
@@ -45,6 +42,13 @@ def progress(
     finally:
         finished.set()
         thread.join()
+
+
+def progress_line(description: str, done: int, total: int | None, unit: str, seconds: float) -> str:
+    """Return the line about some work after `seconds`: "validation: 10 of 40 batches, 0:00:20, 0:01:00 left"."""
+    amount = [f"{done:,} of {total:,} {unit}"] if total is not None else [f"{done:,} {unit}"] if done else []
+    left = [f"{timedelta(seconds=round(seconds / done * (total - done)))} left"] if total and done else []
+    return f"{description}: {', '.join([*amount, str(timedelta(seconds=round(seconds))), *left])}"
 
 
 _SUSPENDED_SECONDS = 5.0

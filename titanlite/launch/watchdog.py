@@ -110,12 +110,7 @@ class Watchdog(OneRank):
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
         if path := os.environ.get("TORCH_FR_DUMP_TEMP_FILE"):
-            # Write NCCL's last collectives, as torch does after a timeout of NCCL's own. Private: _dump_nccl_trace, in
-            # the builds of torch that have NCCL (not tried on a GPU).
-            from torch._C import _distributed_c10d
-
-            if dump := getattr(_distributed_c10d, "_dump_nccl_trace", None):
-                Path(f"{path}{self.launch.rank}").write_bytes(dump())
+            _dump_flight_recorder(Path(f"{path}{self.launch.rank}"))
 
     def _beat(self) -> None:
         """Write heartbeats, read the next rank's, and record failures, in a thread, since the store may be slow."""
@@ -217,3 +212,15 @@ class Watchdog(OneRank):
 
 def _where(rank: int, beat: dict[str, Any]) -> str:
     return f"rank {rank} on {beat['node']} (process {beat['process']})"
+
+
+def _dump_flight_recorder(path: Path) -> None:
+    """Write NCCL's last collectives, as torch does after a timeout of NCCL's own.
+
+    Private: torch._C._distributed_c10d._dump_nccl_trace, in the builds of torch that have NCCL (not tried on a GPU).
+    """
+    from torch._C import _distributed_c10d
+
+    if dump := getattr(_distributed_c10d, "_dump_nccl_trace", None):
+        with contextlib.suppress(OSError):
+            path.write_bytes(dump())

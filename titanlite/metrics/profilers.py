@@ -1,7 +1,5 @@
-"""Write Chrome traces and CUDA memory snapshots of a run, the latter also when the run is out of memory, and decide
-when Python collects garbage."""
+"""Write Chrome traces and CUDA memory snapshots of a run, the latter also when the run is out of memory."""
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,8 +13,7 @@ StepDone = Callable[[int], None]  # a function to call after each step, with the
 
 
 @contextmanager
-def profilers(job: Job, profiling: Profiling, rank: int) -> Iterator[StepDone]:
-    """Run the enabled profilers, and yield a function to call with each step's number."""
+def run_profilers(job: Job, profiling: Profiling, rank: int) -> Iterator[StepDone]:
     folder, freq, enabled = Path(job.dump_folder), profiling.profile_freq, []
     if profiling.enable_profiling:
         enabled.append(traces(folder / profiling.save_traces_folder, freq, rank))
@@ -71,22 +68,3 @@ def memory_snapshots(folder: Path, freq: int, rank: int) -> Iterator[StepDone]:
         raise
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
-
-
-@contextmanager
-def collected_garbage() -> Iterator[Callable[[int, int], None]]:
-    """Disable automatic garbage collection. Yield a function to call after each step with its number and
-    training.gc_freq: it collects garbage in the same steps on all ranks."""
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-
-    def collect(step: int, freq: int) -> None:
-        if step % freq == 0:
-            gc.collect()
-
-    try:
-        yield collect
-    finally:
-        gc.unfreeze()
-        gc.enable()

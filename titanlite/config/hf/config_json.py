@@ -162,7 +162,6 @@ def hf_config(
     are none. Raises ConfigError if no model type of transformers supports these options."""
     model_type = _model_type(model)
     family = FAMILIES[model_type]
-    rotary = hf_rope_of_kinds(*rope_of_kinds(model)) if family.kinds == "rope" else hf_rope(model, model_type)
     config: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": model_type,
@@ -182,7 +181,7 @@ def hf_config(
         "hidden_act": next(name for name, own in family.activations.items() if own == model.activation),
         "initializer_range": 0.02,
         "attention_dropout": 0.0,
-        **({} if model_type == "gpt2" else rotary),
+        **_rotary_keys(model, model_type),
         **hf_layers(model, model_type),
         **_own_keys(model, model_type),
     }
@@ -195,6 +194,14 @@ def hf_config(
     elif family.experts:
         config |= hf_experts(model, model_type)
     return {family.names.get(key, key): value for key, value in config.items()}
+
+
+def _rotary_keys(model: Section, model_type: str) -> dict[str, Any]:
+    if model_type == "gpt2":
+        return {}
+    if FAMILIES[model_type].kinds == "rope":
+        return hf_rope_of_kinds(*rope_of_kinds(model))
+    return hf_rope(model, model_type)
 
 
 def _own_keys(model: Section, model_type: str) -> dict[str, Any]:

@@ -261,9 +261,7 @@ class Replicas(OneGroup):
 
     def _sum_shards(self, shards: list[Tensor]) -> None:
         """Sum plain tensors over the participants, in place, in buckets of BUCKET_ELEMENTS."""
-        # A tensor that is not contiguous is one chunk.
-        split = (x.view(-1).split(BUCKET_ELEMENTS) if x.is_contiguous() else [x] for x in shards)
-        chunks = list(itertools.chain.from_iterable(split))
+        chunks = [chunk for shard in shards for chunk in _chunks(shard)]
         while chunks:
             bucket = [chunks.pop()]
             n = bucket[0].numel()
@@ -342,3 +340,8 @@ def last_shared_step(own: list[tuple[Any, ...]], other: list[tuple[Any, ...]]) -
     """Return the last step up to which the histories of two groups agree; None if the histories are equal."""
     n_shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(own, other, strict=False)))
     return min((steps[n_shared][0] - 1 for steps in (own, other) if n_shared < len(steps)), default=None)
+
+
+def _chunks(tensor: Tensor) -> Iterable[Tensor]:
+    """Return views of a tensor with at most BUCKET_ELEMENTS each. A tensor that is not contiguous is one chunk."""
+    return tensor.view(-1).split(BUCKET_ELEMENTS) if tensor.is_contiguous() else [tensor]

@@ -141,10 +141,7 @@ def measure_operators(timer: Timer) -> dict[str, list[list[float]]]:
             for inputs, wide in zip(*(pool.turns(*2 * [(rows, ROW)]) for pool in pools), strict=False)
         ]
         for operator in _operators(timer.device, rows):
-            with OpTrace() as trace:
-                operator(*turns[0])
-            works = [event for event in trace.segments[-1].events if isinstance(event, Work)]
-            work = max(works, key=lambda work: work.read + work.written)  # some calls run several operators
+            work = _work_of(lambda operator=operator, first=turns[0]: operator(*first))
             name = work.name.partition(".")[2].removesuffix("_")
             points.setdefault(name, []).append([work.read + work.written, timer(_in_turn(operator, turns))])
     return {name: sorted(rows) for name, rows in points.items()}
@@ -159,6 +156,14 @@ class Operands(NamedTuple):
     gradient: Tensor
     mean: Tensor
     variance: Tensor
+
+
+def _work_of(call: Callable[[], object]) -> Work:
+    """Return the operator that a call runs; if it runs several, the one with the most bytes."""
+    with OpTrace() as trace:
+        call()
+    works = [event for event in trace.segments[-1].events if isinstance(event, Work)]
+    return max(works, key=lambda work: work.read + work.written)
 
 
 def _operators(device: torch.device, rows: int) -> Iterator[Callable[[Operands], object]]:

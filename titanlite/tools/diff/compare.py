@@ -129,10 +129,7 @@ def compare_step(
             tensors = tuple(_change(each[f"input {tensor}"], each[name]) for each in (a, b))
             far = distance(*tensors)
             allowed += GROWTH * limits.of_weights * _norm(a[name]) / (max(map(_norm, tensors)) or 1)
-        ratio = constant_ratio(*tensors, tolerance=allowed) if far > min(allowed, FACTOR) else 1.0
-        factor = max(FACTOR, GROWTH_OF_FACTOR * explained)
-        if abs(ratio - 1) > factor * max(ratio, 1) and allowed < math.inf:  # rounding does not explain the ratio
-            allowed = min(allowed, factor)
+        ratio, allowed = _ratio(tensors, far, allowed, explained)
         of_a, of_b = map(_norm, tensors)
         is_far |= far >= FAR or abs(of_a - of_b) > FACTOR * max(of_a, of_b)
         is_coarse = is_far and far <= allowed and f"input {tensor.split(' ')[0]}" not in limits.unused
@@ -192,6 +189,14 @@ class _Limits:
         if GROWTH * max(explained, self.rounding) * self.n_tokens > LIKELY:
             return GROWTH_OF_ROOT * math.sqrt(max(explained, self.rounding))
         return max(self.once, min(growth * explained, max(LARGE, GROWTH / 2 * explained)))
+
+
+def _ratio(tensors: tuple[Tensor, ...], far: float, allowed: float, explained: float) -> tuple[float, float]:
+    """Return the constant c with B = c A, and the limit of the distance, lower if rounding does not explain c."""
+    ratio = constant_ratio(*tensors, tolerance=allowed) if far > min(allowed, FACTOR) else 1.0
+    factor = max(FACTOR, GROWTH_OF_FACTOR * explained)
+    is_multiple = abs(ratio - 1) > factor * max(ratio, 1) and allowed < math.inf
+    return ratio, min(allowed, factor) if is_multiple else allowed
 
 
 def constant_ratio(a: Tensor, b: Tensor, tolerance: float) -> float:

@@ -184,7 +184,9 @@ class Conversion:
 
 def _precedence(key: str, value: Any) -> int:
     """Return a key's precedence. Of two keys with one meaning, the larger precedence counts, as in torchtitan."""
-    return 2 * bool(value) if key == "model.tokenizer_path" else int(key not in OF_0_2)
+    if key == "model.tokenizer_path":
+        return 2 if value else 0
+    return 0 if key in OF_0_2 else 1
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

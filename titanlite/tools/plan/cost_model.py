@@ -26,6 +26,12 @@ its largest value, for its sum and for the result; its backward reads the gradie
 SOFTMAX_READS = {"aten._log_softmax": 3.0, "aten._log_softmax_backward_data": 1.5}
 
 
+def _times_read(work: Work) -> float:
+    """Return how many times an operator reads its inputs from device memory."""
+    long_rows = work.outputs and work.outputs[0].shape and 4 * work.outputs[0].shape[-1] > ROW_BYTES
+    return SOFTMAX_READS.get(work.name, 1.0) if long_rows else 1.0
+
+
 @dataclasses.dataclass
 class Cost:
     """Seconds and amounts of some events. `seconds` are by "matmul", "attention", "memory" (all other operators, which
@@ -312,9 +318,7 @@ class CostModel:
         category = "memory" if not work.flops else "attention" if "attention" in work.name else "matmul"
         if self.device.measured:
             return category, self._measured(category, measured_rates.work_seconds(self.device.measured, work))
-        long_rows = work.outputs and work.outputs[0].shape and 4 * work.outputs[0].shape[-1] > ROW_BYTES
-        read = work.read * (SOFTMAX_READS.get(work.name, 1.0) if long_rows else 1.0)
-        memory = (read + work.written) / (self.device.memory_bandwidth * self._memory())
+        memory = (work.read * _times_read(work) + work.written) / (self.device.memory_bandwidth * self._memory())
         if category == "memory":
             return category, self.slowest * (memory + self._seconds("host", ANY.next_kernel))
         seconds = self._attention_seconds(work) if category == "attention" else self._matmul_seconds(work)
@@ -350,13 +354,16 @@ class CostModel:
         return work.flops / rate * (1 + 1 / waves) / FULL_WAVES
 
     def collective_seconds(self, name: str, size: int, ranks: list[int]) -> float:
-        """Return the seconds of a collective of `size` bytes over some ranks. Without measurements, a collective is a
-        ring except for all-to-all and messages. Each of n ranks sends (n-1)/n of the full tensor, twice that in an
-        all-reduce. A node has a network adapter per rank."""
-        n, nodes = len(ranks), len({rank // self.devices_per_node for rank in ranks})
+        """Return the seconds of a collective of `size` bytes over some ranks."""
+        nodes = len({rank // self.devices_per_node for rank in ranks})
         if measured := self.device.measured:
-            seconds = measured_rates.collective_seconds(measured, name, size, n, nodes)
+            seconds = measured_rates.collective_seconds(measured, name, size, len(ranks), nodes)
             return self._measured("interconnect" if nodes == 1 else "network", seconds)
+        return self._estimated_collective_seconds(name, size, len(ranks), nodes)
+
+    def _estimated_collective_seconds(self, name: str, size: int, n: int, nodes: int) -> float:
+        """Return the seconds of a collective, which is a ring except for all-to-all and messages. Each of n ranks sends
+        (n-1)/n of the full tensor, twice that in an all-reduce. A node has a network adapter per rank."""
         efficiency, doublings = self.efficiency, math.log2(nodes)
         of_reduce = efficiency.interconnect_reduce if name == "all_reduce" else None
         share = self._rate("interconnect", of_reduce or efficiency.interconnect)
