@@ -52,11 +52,16 @@ def _rotary_rules(model: Model, changed: set[str], reject: Rejections) -> None:
         names = {key.removeprefix("model.") for key in changed if key.startswith("model.rope_")} - read
         for name in sorted(name for name in names if getattr(model, name) != COMMON.get(name)):
             reject(f"model.{name}", f"read only when {SCALED} is above 1; set that, or remove it", SCALED, LAYERS)
-    scaled = [layer for layer in layers if layer.rope_scaling_factor > 1 and model.rope_scaling_type == "longrope"]
-    pairs = [layer.rope_dim // 2 for layer in scaled if layer.rope_dim]
+    _longrope_rules(model, reads, reject)
+
+
+def _longrope_rules(model: Model, reads: tuple[str, ...], reject: Rejections) -> None:
+    layers = model.of_layers() if model.rope_scaling_type == "longrope" else []
+    pairs = [layer.rope_dim // 2 for layer in layers if layer.rope_scaling_factor > 1 and layer.rope_dim]
     for name in FACTORS:
         n_factors = len(getattr(model, name))
-        if wrong := [n_pairs for n_pairs in pairs or [0] if n_pairs != n_factors]:
+        wrong = [n_pairs for n_pairs in pairs or [0] if n_pairs != n_factors]
+        if wrong:
             message = f"expected a factor for each of the {wrong[0]} rotated pairs of channels, got {n_factors}"
             message = message if pairs else 'read only when the rotary embedding is scaled by "longrope"; remove it'
             reject(f"model.{name}", message, SCALING_TYPE, SCALED, *reads)
