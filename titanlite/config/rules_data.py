@@ -31,7 +31,14 @@ def dataset_rules(config: Config, changed: set[str], reject: Rejections) -> None
         if options.dataset_format != "text" and kind in DATASET_OPTIONS["dataset_format"]:
             conversations.append(row)
     if conversations:
-        _conversation_rules(config, conversations[0], reject)
+        key = conversations[0]
+        reason = f"conversations ({key} = {show(value_of(config, key))})"
+        if training.packing != "best_fit":
+            reject(keys.PACKING, f'{reason} are not continued in another sequence; set "best_fit"', key)
+        if not training.document_mask:
+            reject("training.document_mask", f"{reason} must not attend to one another; set true", key)
+        if not config.model.hf_assets_path:
+            reject("model.hf_assets_path", f"{reason} need a tokenizer with a chat template; set its folder", key)
     switch = f"{sections[0]}.dataset"
     for key, kinds in (("validation.dataset_path", FILES), ("validation.dataset_split", ("hub",))):
         if key in changed:
@@ -48,17 +55,6 @@ def _require(key: str, switch: str, value: str, values: tuple[str, ...], reject:
     if value not in values:
         message = f"read only when {switch} is {' or '.join(map(show, values))}; set that, or remove it"
         reject(key, message, switch, keys.MIXTURE)
-
-
-def _conversation_rules(config: Config, key: str, reject: Rejections) -> None:
-    """Reject options that do not work with conversations. `key` is the option that asks for conversations."""
-    reason = f"conversations ({key} = {show(value_of(config, key))})"
-    if config.training.packing != "best_fit":
-        reject(keys.PACKING, f'{reason} are not continued in another sequence; set "best_fit"', key)
-    if not config.training.document_mask:
-        reject("training.document_mask", f"{reason} must not attend to one another; set true", key)
-    if not config.model.hf_assets_path:
-        reject("model.hf_assets_path", f"{reason} need a tokenizer with a chat template; set its folder", key)
 
 
 def _mixture_rules(training: Training, changed: set[str], reject: Rejections) -> None:
@@ -88,7 +84,15 @@ def data_rules(config: Config, changed: set[str], reject: Rejections) -> None:
     has_split = bool(validation.dataset_path or validation.dataset_split or own_split)
     split_keys = (keys.DATASET, keys.MIXTURE, "validation.dataset_path", "validation.dataset_split")
     if streaming:
-        _streaming_rules(config, changed, reject)
+        if config.training.dataset == "pydoc_topics":
+            reject(keys.STREAMING, "the built-in text is in memory; set false", keys.DATASET)
+        if keys.SHUFFLE_BLOCK in changed and not config.training.shuffle:
+            reject(keys.SHUFFLE_BLOCK, "read only with training.shuffle = true", "training.shuffle")
+        if config.training.packing == "best_fit":
+            message = "best-fit packing needs the lengths of all documents, and so the token cache; set false"
+            reject(keys.STREAMING, message, keys.PACKING)
+        if keys.FRACTION in changed:
+            reject(keys.FRACTION, "streaming cannot split off validation documents; remove it", keys.STREAMING)
     elif has_split and keys.FRACTION in changed:
         reject(keys.FRACTION, "the dataset has a validation split of its own; remove it", *split_keys)
     if streaming and validation.enable and not has_split:
@@ -104,15 +108,3 @@ def data_rules(config: Config, changed: set[str], reject: Rejections) -> None:
             reject(keys.PROMPTS, message, key)
     if "validation.generate_tokens" in changed and not validation.generate_prompts:
         reject("validation.generate_tokens", f"read only with {keys.PROMPTS}; set that, or remove it", keys.PROMPTS)
-
-
-def _streaming_rules(config: Config, changed: set[str], reject: Rejections) -> None:
-    if config.training.dataset == "pydoc_topics":
-        reject(keys.STREAMING, "the built-in text is in memory; set false", keys.DATASET)
-    if keys.SHUFFLE_BLOCK in changed and not config.training.shuffle:
-        reject(keys.SHUFFLE_BLOCK, "read only with training.shuffle = true", "training.shuffle")
-    if config.training.packing == "best_fit":
-        message = "best-fit packing needs the lengths of all documents, and so the token cache; set false"
-        reject(keys.STREAMING, message, keys.PACKING)
-    if keys.FRACTION in changed:
-        reject(keys.FRACTION, "streaming cannot split off validation documents; remove it", keys.STREAMING)

@@ -4,7 +4,6 @@ import gc
 import os
 import re
 import traceback
-from typing import Any
 
 import torch
 
@@ -32,7 +31,10 @@ def explain_out_of_memory(error: Exception) -> Exception:
     weights = [weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"]]
     states = [state for optimizer in optimizers for each in optimizer.state.values() for state in each.values()]
     tensors = {"weights": weights, "gradients": [weight.grad for weight in weights], "optimizer states": states}
-    sizes = {name: _bytes_on(device, values) for name, values in tensors.items()}
+    sizes = dict[str, float]()  # bytes of this rank's shards on this type of device
+    for name, values in tensors.items():
+        shards = plain_tensors({str(number): value for number, value in enumerate(values) if torch.is_tensor(value)})
+        sizes[name] = sum({each.data_ptr(): each.nbytes for each in shards if each.device.type == device.type}.values())
     sizes["the rest, such as activations"] = max(peak_memory(device)[1] * 2**30 - sum(sizes.values()), 0)
     largest = sorted(sizes.items(), key=lambda item: -item[1])
     wanted = re.search(r"[Tt](ried to allocate [\d.]+ \w+)", f"{error}")
@@ -42,9 +44,3 @@ def explain_out_of_memory(error: Exception) -> Exception:
         f"{', '.join(f'{name} {size / 2**30:.2f} GiB' for name, size in largest)}; "
         "`titanlite plan CONFIG` computes the memory of a config, and docs/memory.md has what saves it"
     )
-
-
-def _bytes_on(device: torch.device, values: list[Any]) -> int:
-    """Return the bytes of this rank's shards of `values` on the given type of device."""
-    shards = plain_tensors({str(number): value for number, value in enumerate(values) if torch.is_tensor(value)})
-    return sum({shard.data_ptr(): shard.nbytes for shard in shards if shard.device.type == device.type}.values())
