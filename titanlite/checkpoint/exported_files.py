@@ -47,9 +47,8 @@ def model_card(path: Path, name: str, config: dict[str, Any], source: Path | Non
     head: dict[str, Any] = {"library_name": "transformers", "tags": ["titanlite"]}
     base, license_name = "none, initial weights were random", ""
     if source:
-        base = head["base_model"] = (
-            read_json_object(source / "config.json").get("_name_or_path") or source.resolve().name
-        )
+        released = read_json_object(source / "config.json").get("_name_or_path")
+        base = head["base_model"] = released or source.resolve().name
         card = source / "README.md"
         text = read_file(card, LARGEST_FILE).decode("utf-8", "replace") if card.is_file() else ""
         found = re.match(r"---\n(?:.*\n)*?license: *[\"']?([\w.-]+)", text.partition("\n---")[0])

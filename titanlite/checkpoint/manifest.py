@@ -174,8 +174,7 @@ def _problem_of(manifest: Manifest) -> str:
     for name, entry in manifest.tensors.items():
         if entry.layout >= len(manifest.layouts):
             return f"tensors.{name}: there is no layout {entry.layout}"
-        case = entry.layout, tuple(entry.shape)
-        if case not in checked:
+        if (case := (entry.layout, tuple(entry.shape))) not in checked:
             checked[case] = _problem_of_slices(manifest.layouts[entry.layout], entry.shape, n_files)
         if checked[case]:
             return f"tensors.{name}: {checked[case]}"

@@ -28,8 +28,7 @@ def slices_to_save(tensors: Mapping[str, Tensor]) -> Slices:
 
 def plain_shard(tensor: Tensor) -> Tensor:
     """Return this rank's shard as a plain tensor that shares its memory, unwrapping subclasses such as torchao's."""
-    local = local_shard(tensor).detach()
-    if type(local) is Tensor:
+    if type(local := local_shard(tensor).detach()) is Tensor:
         return local
     inner = [getattr(local, name) for name in local.__tensor_flatten__()[0]]
     return next(each for each in inner if each is not None and each.shape == local.shape)
@@ -88,8 +87,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 def dequantized(state: Tensor) -> Tensor:
     """Return a quantized optimizer state in float32, since each scale belongs to a block of a shard, and another layout
     has other shards. Return any other state unchanged."""
-    local = local_shard(state)
-    if type(local) is Tensor:
+    if type(local := local_shard(state)) is Tensor:
         return state
     wide = local.dequantize().to(torch.float32)
     if not isinstance(state, DTensor):

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config import ConfigError, load_values
-from titanlite.config.hf.config_json import NO_OPTION, TOGETHER, hf_config, model_options
-from titanlite.config.hf.families import FAMILIES
+from titanlite.config.hf.config_json import NO_OPTION, hf_config, model_options
+from titanlite.config.hf.families import FAMILIES, TOGETHER
 from titanlite.config.hf.values import read_json_object, token_ids
 from titanlite.config.schema import Model, count_parameters
 

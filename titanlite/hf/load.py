@@ -121,8 +121,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
         if any(folder.glob("*.bin")):
             problem += "; *.bin files are pickles, which are never loaded: convert them to safetensors"
         raise ConfigError([problem])
-    files = read_json_object(index).get("weight_map")
-    if not isinstance(files, dict):
+    if not isinstance(files := read_json_object(index).get("weight_map"), dict):
         raise ConfigError([f'{index}: expected an object with "weight_map", from names of tensors to names of files'])
     for name, file in files.items():
         if not isinstance(file, str) or not re.fullmatch(r"\w[\w.-]*\.safetensors", file):
@@ -190,9 +189,8 @@ def _file_problems(file: Path, shapes: dict[str, torch.Size], grows: set[str]) -
             inside = set(tensors.keys())
             for name, shape in shapes.items():
                 if name not in inside:
-                    problems.append(
-                        f"{file}: lacks {show(name)}, which {INDEX} says it has; download or export the folder again"
-                    )
+                    problem = f"{file}: lacks {show(name)}, which {INDEX} says it has"
+                    problems.append(f"{problem}; download or export the folder again")
                     continue
                 header = tensors.get_slice(name)
                 found, needed = header.get_shape(), list(shape)

@@ -122,8 +122,7 @@ def find_device(name: str) -> Device:
     Raises ConfigError for an unknown name, or a missing, unknown or wrong key of the file."""
     if name in DEVICES:
         return DEVICES[name]
-    file = Path(os.path.expanduser(name))
-    if file.suffix != ".toml":
+    if (file := Path(os.path.expanduser(name))).suffix != ".toml":
         problem = f"plan.device = {show(name)}: expected one of {', '.join(DEVICES)}, or a TOML file"
         raise ConfigError([problem + did_you_mean(name, DEVICES)])
     try:

@@ -179,8 +179,7 @@ class MetricsLogger(Logger):
 
     def log(self, step: int, values: Mapping[str, Any], seconds_per_step: float) -> None:
         histograms = {tag: value for tag, value in values.items() if isinstance(value, Tensor)}
-        values = {tag: value for tag, value in values.items() if tag not in histograms}
-        if not values:
+        if not (values := {tag: value for tag, value in values.items() if tag not in histograms}):
             return
         print(_console_line(step, self.steps, values, seconds_per_step), flush=True)
         record = {tag: value if math.isfinite(value) else None for tag, value in values.items()}

@@ -28,8 +28,7 @@ class Samples(Observer):
         self.tokenizer = build_tokenizer(model.hf_assets_path).fit(rows)
         self._tokens = encode_prompts(self.tokenizer, self.prompts)
         for text, prompt in zip(self.prompts, self._tokens, strict=True):
-            most = training.seq_len - self.n_tokens
-            if len(prompt) > most:
+            if len(prompt) > (most := training.seq_len - self.n_tokens):
                 problem = f"validation.generate_prompts: {show(text)} has {len(prompt)} tokens: expected at most {most}"
                 raise ConfigError([f"{problem}, which is training.seq_len - validation.generate_tokens"])
 

@@ -64,9 +64,8 @@ def describe(folder: Path) -> str:
     with progress(f"verifying {folder.name}", total=round(size * 1024), unit="MiB") as advance:
         done = 0
         for n_bytes in reader.verify():
-            done += n_bytes
-            advance(done // 2**20)
-            done %= 2**20
+            mib, done = divmod(done + n_bytes, 2**20)
+            advance(mib)
     n_weights = sum(shape.numel() for name, shape in reader.shapes.items() if name.startswith("model."))
     note = ", unconfirmed: its weights have given no finite step yet" if folder.suffix == UNCONFIRMED else ""
     n_files, seconds = len(reader.manifest.files), time.monotonic() - begin

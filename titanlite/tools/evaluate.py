@@ -37,9 +37,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dataset", required=True, metavar="NAME", help="as training.dataset")
     parser.add_argument("--dataset-path", metavar="PATH", help="file, folder, glob or name on the hub")
     parser.add_argument("--split", dest="dataset_split", metavar="NAME", help="split of a hub dataset (default: train)")
-    parser.add_argument(
-        "--seq-len", type=count(), metavar="N", help="tokens of a sequence (default: the run's, or 2048)"
-    )
+    text = "tokens of a sequence (default: the run's, or 2048)"
+    parser.add_argument("--seq-len", type=count(), metavar="N", help=text)
     text = "sequences at a time (default: 8)"
     parser.add_argument("--batch-size", dest="local_batch_size", type=count(), metavar="B", help=text)
     text = "attend only within a document"
@@ -110,7 +109,6 @@ def open_sequences(tokenizer: Any, training: Training, *, builds_cache: bool) ->
 
     source, options = Source(training), {"cache_folder": training.cache_folder, "builds_cache": builds_cache}
     cache = open_cache(source, tokenizer, 0.0, **options)
-    sequences = pack_once(cache, "train", tokenizer, training)
-    if not sequences.n_sequences:
+    if not (sequences := pack_once(cache, "train", tokenizer, training)).n_sequences:
         raise ConfigError([f"{source}: has no text"])
     return sequences

@@ -25,7 +25,6 @@ from titanlite.launch.arguments import Parser, count, new_file
 
 if TYPE_CHECKING:
     from titanlite.data.token_shards import Split, TokenCache
-    from titanlite.techniques.data.mixture import MixedSequences
 
 
 def main(argv: list[str]) -> int:
@@ -45,7 +44,8 @@ def main(argv: list[str]) -> int:
 
 
 def tokenize(argv: list[str]) -> None:
-    """Build the token caches of a config. Raises the ConfigError and TrainingError of `open_cache`."""
+    """Build the token caches of a config, and print how often the run reads each dataset of a mixture. Raises the
+    ConfigError and TrainingError of `open_cache`, and ConfigError if the run uses up all datasets of a mixture."""
     parser = Parser("titanlite tokenize CONFIG [--section.key=value ...]", __doc__)
     parser.add_argument("--verify", action="store_true")
     parser.add_argument("--show", type=count(), metavar="N")
@@ -74,23 +74,19 @@ def tokenize(argv: list[str]) -> None:
         for name, split in each.splits.items():
             print(f"{name}{dataset}: {describe(config, cache, split)}", flush=True)
     if config.training.datasets:
-        print_mixture(config, open_mixture(tokenizer, config.training, caches, seed=config.debug.seed))
+        mixture = open_mixture(tokenizer, config.training, caches, seed=config.debug.seed)
+        steps = resolve_epochs(config, mixture).training.steps
+        n = steps * config.training.global_batch_size
+        mixture.check(None, n)
+        for each, read in zip(mixture.components, mixture.expected_counts(n), strict=True):
+            line = f"{each.name}: training.steps = {steps} reads {read / each.sequences.n_sequences:.3g} epochs, "
+            print(f"{line}{read / n:.1%} of the run; {each.sequences}", flush=True)
     if arguments.show:
         from titanlite.tools.tokenized_rows import show_rows  # imported here: tokenized_rows imports torch
 
         of_run = config.training, config.validation
         sequences, *_ = open_sequences(tokenizer, *of_run, seed=config.debug.seed, builds_cache=True)
         show_rows(tokenizer, sequences, config.training, arguments.show, arguments.html)
-
-
-def print_mixture(config: Config, sequences: MixedSequences) -> None:
-    """Print how often the run reads each dataset of a mixture. Raises ConfigError if the run uses up all datasets."""
-    config = resolve_epochs(config, sequences)
-    n = config.training.steps * config.training.global_batch_size
-    sequences.check(None, n)
-    for each, read in zip(sequences.components, sequences.expected_counts(n), strict=True):
-        line = f"{each.name}: training.steps = {config.training.steps} reads {read / each.sequences.n_sequences:.3g} "
-        print(f"{line}epochs, {read / n:.1%} of the run; {each.sequences}", flush=True)
 
 
 def describe(config: Config, cache: TokenCache, split: Split) -> str:

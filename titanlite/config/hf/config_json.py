@@ -30,11 +30,6 @@ from titanlite.config.types import MOST_LAYERS
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 """Names of a folder's single file of weights, and of the index of several files; a folder has one of the two."""
-TOGETHER = (
-    {"rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"},
-    {"sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "num_hidden_layers"},
-)
-"""Sets of keys that depend on each other: if one key of a set has changed, the export writes the full set anew."""
 NO_OPTION = ("max_position_embeddings", "num_nextn_predict_layers")
 """Keys that no option of [model] sets, so that an exported value is compared with that of the released file."""
 WITH_EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe", "glm4_moe", "olmoe")
@@ -260,9 +255,6 @@ def _model_type(model: Section) -> str:
 
 def _types_that_fit(model: Section) -> dict[str, bool]:
     """Return which model types fit a model's options: types with experts for a model with experts, otherwise others."""
-    dense = [name for name, family in FAMILIES.items() if not family.experts]
-    fits = {
-        name: FAMILIES[name].allows(model) and layers_fit(model, name)
-        for name in (WITH_EXPERTS if model.moe.n_experts else dense)
-    }
+    names = WITH_EXPERTS if model.moe.n_experts else [name for name in FAMILIES if not FAMILIES[name].experts]
+    fits = {name: FAMILIES[name].allows(model) and layers_fit(model, name) for name in names}
     return {name: fit and (name == "phi3" or not is_long(model)) for name, fit in fits.items()}

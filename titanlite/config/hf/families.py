@@ -12,6 +12,8 @@ from titanlite.config.loader import Section, read_toml
 _TABLES = read_toml(str(Path(__file__).with_name("families.toml")))
 PLAIN: dict[str, Any] = _TABLES["plain"]
 """Default values of the options in which model types differ."""
+TOGETHER = [set(keys) for keys in _TABLES["together"]]
+"""Sets of keys that depend on each other: if one key of a set has changed, the export writes the full set anew."""
 DEFAULTS: dict[str, dict[str, Any]] = _TABLES["defaults"]
 """Defaults of the keys of latent attention and, by model type, of DeepSeek's keys of experts."""
 OLD = ("qk_norm", "attention_bias", "mlp_bias", "sliding_window")

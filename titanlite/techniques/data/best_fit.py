@@ -296,8 +296,7 @@ class BestFit:
         return file
 
     def _read(self, number: int, begin: int, end: int) -> np.ndarray:
-        data = os.pread(self._open(number).fileno(), 8 * (end - begin), 8 * begin)
-        if len(data) != 8 * (end - begin):
+        if len(data := os.pread(self._open(number).fileno(), 8 * (end - begin), 8 * begin)) != 8 * (end - begin):
             raise DamagedShardError(f"{_table_name(number)}: ends too early")
         return np.frombuffer(data, "<i8")
 
@@ -312,9 +311,8 @@ class BestFitSequences(PackedSequences):
             most = f"{self.seq_len + 1:,} tokens"
             short = f'conversations of at most {most}; set it higher, or training.long_conversations = "truncate"'
             what = {"split": "documents to train on", "truncate": f"answers in the first {most}; set it higher"}
-            raise ConfigError(
-                [f"training.seq_len = {self.seq_len}: the dataset has no {what.get(packing.long, short)}"]
-            )
+            problem = f"training.seq_len = {self.seq_len}: the dataset has no {what.get(packing.long, short)}"
+            raise ConfigError([problem])
 
     def __str__(self) -> str:
         return f"{self.packing} per epoch, {self.packing.summary}"

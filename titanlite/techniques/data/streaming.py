@@ -122,8 +122,7 @@ class StreamingSequences:
         shard's state after the sequence. A shard without a saved state starts from its beginning."""
         readers: dict[int, Iterator[tuple[np.ndarray, ShardState]]] = {}
         while True:
-            shard = first % self.n_shards
-            if shard not in readers:
+            if (shard := first % self.n_shards) not in readers:
                 start = {"position": None, "used": 0, "block": 0, "taken": 0}
                 readers[shard] = self._read_shard(shard, start | self._saved.get(shard, {}))
             tokens, state = next(readers[shard])

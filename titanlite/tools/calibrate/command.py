@@ -37,9 +37,8 @@ def main(argv: list[str]) -> int:
     usage = "titanlite calibrate FILE.toml [--ranks N] [--checkpoint-folder DIR]"
     parser = Parser(usage, __doc__)
     parser.add_argument("file", type=new_file, metavar="FILE.toml", help="the file to write")
-    parser.add_argument(
-        "--ranks", type=count(MOST_RANKS), metavar="N", help="ranks of this node (default: its GPUs; 1 without any)"
-    )
+    text = "ranks of this node (default: its GPUs; 1 without any)"
+    parser.add_argument("--ranks", type=count(MOST_RANKS), metavar="N", help=text)
     what = "the folder of a run's checkpoints, to measure how fast they are written"
     parser.add_argument("--checkpoint-folder", type=Path, metavar="DIR", help=what)
     launched = "WORLD_SIZE" in os.environ

@@ -144,9 +144,8 @@ def _validation(to: Conversion) -> None:
         to.note(path_key, "the path of training.dataset_path", TAKEN)
     else:
         to.put(enable_key, False, enable_key)
-        to.note(
-            enable_key, f"to validate on {shown(kind)}, titanlite needs training data of its kind and path", MISSING
-        )
+        text = f"to validate on {shown(kind)}, titanlite needs training data of its kind and path"
+        to.note(enable_key, text, MISSING)
         for name in ("dataset", "dataset_path", "local_batch_size", "seq_len", "freq", "steps"):
             to.note(f"validation.{name}", "see validation.enable", MISSING)
         return

@@ -74,8 +74,7 @@ def main(argv: list[str]) -> int:
         problem = f"command line: --{key.replace('_', '-')} = {value}: read only when --temperature is above 0"
         raise ConfigError([f"{problem}; set that, or remove it"])
     texts = [*arguments.prompt, *(read_prompts(arguments.prompts) if arguments.prompts else [])]
-    texts = [text_of(text, "prompt") for text in texts]
-    if not texts:
+    if not (texts := [text_of(text, "prompt") for text in texts]):
         raise ConfigError(["command line: expected a prompt, or --prompts FILE with one; --help tells more"])
 
     import torch  # imported here, so that --help and wrong arguments do not wait for the import

@@ -237,9 +237,8 @@ class CostModel:
 
     def _weights_to_device(self, work: Work, copied: set[int], cost: Cost) -> float:
         """Return the seconds that CPU offload takes to copy the weights that no earlier operator has read."""
-        weights = {
-            id(x): x for x in work.inputs if x.kind == "parameters" and x.maker != BUFFER and id(x) not in copied
-        }
+        parameters = [x for x in work.inputs if x.kind == "parameters" and x.maker != BUFFER]
+        weights = {id(x): x for x in parameters if id(x) not in copied}
         copied.update(weights)
         return sum(self._copy("copy to device", weight.size, cost) for weight in weights.values())
 

@@ -97,7 +97,8 @@ def schedule_figure(plan: Plan) -> Figure:
         stages = sorted({span.action.stage for span in spans})
         for action, start, stop in spans:
             place = stages.index(action.stage)
-            colour = _paler(ACTIONS[action.kind][0], place, len(stages))
+            white = 0.5 * place / max(len(stages) - 1, 1)  # a later stage of a rank is paler
+            colour = to_hex([part + (1 - part) * white for part in to_rgb(ACTIONS[action.kind][0])])
             boxes.setdefault((action.kind, place, colour), []).append((start, stop, rank))
             font = min(7.0, (stop - start) * points_per_second / (0.7 * digits))
             if font >= 3.5:  # smaller digits are unreadable even when zoomed
@@ -171,12 +172,6 @@ def _boxes(boxes: Sequence[tuple[float, float, int]], **looks: object) -> PathPa
         corners += [(start, row - 0.4), (end, row - 0.4), (end, row + 0.4), (start, row + 0.4), (start, row - 0.4)]
         codes += [Outline.MOVETO, Outline.LINETO, Outline.LINETO, Outline.LINETO, Outline.CLOSEPOLY]
     return PathPatch(Outline(corners, codes), **looks)
-
-
-def _paler(colour: str, place: int, of: int) -> str:
-    """Return the colour of stage `place` of a rank's `of` stages: `colour` for the first, paler for later ones."""
-    white = 0.5 * place / max(of - 1, 1)
-    return to_hex([part + (1 - part) * white for part in to_rgb(colour)])
 
 
 def _ink(colour: str) -> str:

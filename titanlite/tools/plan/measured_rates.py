@@ -72,8 +72,7 @@ def rate_at(rows: Sequence[Sequence[float]], sizes: Sequence[float]) -> float:
     weighted, total = 0.0, 0.0
     for corner in itertools.product(*sides):
         weight = math.prod(share for _, share in corner)
-        rate = table.get(tuple(value for value, _ in corner))
-        if rate and weight:
+        if weight and (rate := table.get(tuple(value for value, _ in corner))):
             weighted, total = weighted + weight * math.log(rate), total + weight
     if total:
         return math.exp(weighted / total)
