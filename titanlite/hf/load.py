@@ -90,11 +90,8 @@ def load_hf_weights(folder: Path, model: nn.Module, options: Model) -> None:
         for name, parameter in parameters.items():
             _fill(parameter, name, {tensor: files[tensor] for tensor in tensors[name]}, options)
             advance()
-    for name in grows & shapes.keys() if is_rank0 else ():
-        with open_safetensors(files[name]) as of_file:
-            n = options.vocab_size - of_file.get_slice(name).get_shape()[0]
-        if n:
-            print(f"{folder}: {n} new rows of {name}, the mean of the others (model.new_tokens)", flush=True)
+    if is_rank0:
+        _print_new_rows(folder, {name: files[name] for name in grows & shapes.keys()}, options.vocab_size)
 
 
 def _shapes_in(files: Mapping[str, Path], options: Model) -> dict[str, torch.Size]:
@@ -106,6 +103,15 @@ def _shapes_in(files: Mapping[str, Path], options: Model) -> dict[str, torch.Siz
             quantized = quantized_shapes(shape) if name + BLOCKS in files else {"": shape}
             shapes |= {name + kind: own for kind, own in quantized.items()}
     return shapes
+
+
+def _print_new_rows(folder: Path, grows: Mapping[str, Path], n_rows: int) -> None:
+    """Print, for each tensor, how many rows its file lacks."""
+    for name, file in grows.items():
+        with open_safetensors(file) as of_file:
+            n = n_rows - of_file.get_slice(name).get_shape()[0]
+        if n:
+            print(f"{folder}: {n} new rows of {name}, the mean of the others (model.new_tokens)", flush=True)
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
@@ -121,7 +127,8 @@ def tensor_files(folder: Path) -> dict[str, Path]:
         if any(folder.glob("*.bin")):
             problem += "; *.bin files are pickles, which are never loaded: convert them to safetensors"
         raise ConfigError([problem])
-    if not isinstance(files := read_json_object(index).get("weight_map"), dict):
+    files = read_json_object(index).get("weight_map")
+    if not isinstance(files, dict):
         raise ConfigError([f'{index}: expected an object with "weight_map", from names of tensors to names of files'])
     for name, file in files.items():
         if not isinstance(file, str) or not re.fullmatch(r"\w[\w.-]*\.safetensors", file):
@@ -169,7 +176,8 @@ def _name_problems(folder: Path, found: set[str], expected: set[str], *, tied: b
     if missing:
         unless = " unless model.tie_embeddings = true" if missing == [OUTPUT_HEAD] else ""
         problems.append(f"{folder}: lacks {first_of(missing)}, which the model needs{unless}; {hint}")
-    if quantized := [name for name in other if QUANTIZED.search(name)]:
+    quantized = [name for name in other if QUANTIZED.search(name)]
+    if quantized:
         what = "quantized weights are not read; take or make ones in bfloat16 or float32 (docs/hugging_face.md)"
         problems.append(f"{folder}: has {first_of(quantized)}: {what}")
     elif other:
@@ -189,8 +197,9 @@ def _file_problems(file: Path, shapes: dict[str, torch.Size], grows: set[str]) -
             inside = set(tensors.keys())
             for name, shape in shapes.items():
                 if name not in inside:
-                    problem = f"{file}: lacks {show(name)}, which {INDEX} says it has"
-                    problems.append(f"{problem}; download or export the folder again")
+                    problems.append(
+                        f"{file}: lacks {show(name)}, which {INDEX} says it has; download or export the folder again"
+                    )
                     continue
                 header = tensors.get_slice(name)
                 found, needed = header.get_shape(), list(shape)
