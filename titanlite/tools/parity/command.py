@@ -30,7 +30,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from titanlite.config import ConfigError, Launch, check, load
+from titanlite.config import Config, ConfigError, Launch, LoadedConfig, check, load
 from titanlite.config.own import Parts, take_own
 from titanlite.config.schema import Comm
 from titanlite.launch.arguments import Parser, count
@@ -52,12 +52,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dtype", choices=["float64", "float32", "bfloat16", "float16"], default="float64")
     parser.add_argument("--all", action="store_true", help="compare a standard set of layouts, on this machine's CPUs")
     parser.add_argument("--gates", action="store_true", help="compare runs of the config with each other")
-    parser.add_argument(
-        "--baseline", type=Path, metavar="FOLDER", help="with --gates: a run to compare with, or record"
-    )
+    text = "with --gates: a run to compare with, or record"
+    parser.add_argument("--baseline", type=Path, metavar="FOLDER", help=text)
     parser.add_argument("--against", type=Path, metavar="FOLDER", help="a step of another program to compare")
-    launched, began = "WORLD_SIZE" in os.environ, time.monotonic()
-    n_devices = count_devices() if launched else 0
+    launched = "WORLD_SIZE" in os.environ
     arguments, config_arguments = parser.parse_known_args(argv)
     if arguments.against is not None:
         if len([each for each in argv if each != "--against"]) != 1:
@@ -71,7 +69,12 @@ def main(argv: list[str]) -> int:
     loaded = load(config_arguments, own)
     if arguments.all:
         return _compare_all(config_arguments, own, arguments)
-    launch = Launch.from_environment(n_devices)
+    return _compare(loaded, arguments, launched=launched)
+
+
+def _compare(loaded: LoadedConfig[Config], arguments: Any, *, launched: bool) -> int:
+    """Compare a config's layout with a single process: on the ranks of torchrun, or in processes of its own."""
+    began, launch = time.monotonic(), Launch.from_environment(count_devices() if launched else 0)
     if not launched:
         world_size = ranks_wanted(loaded, os.environ, n_devices=0)
         launch = Launch(0, 0, world_size, world_size, n_devices=0)

@@ -29,11 +29,7 @@ def fuse(segments: Sequence[list[Event]]) -> list[list[Event]]:
                 readers.setdefault(allocation, set()).add(number)
             for allocation in work.outputs:
                 writer.setdefault(allocation, number)
-    freed: set[Allocation] = set()  # allocations that are freed in the segment that allocates them
-    for segment in segments:
-        changes = [event for event in segment if isinstance(event, Memory)]
-        born = {event.allocation for event in changes if event.change >= 0}
-        freed |= born & {event.allocation for event in changes if event.change < 0}
+    freed = set().union(*map(_freed_where_allocated, segments))
     internal = {
         allocation
         for allocation, number in writer.items()
@@ -59,6 +55,12 @@ def _groups(segment: list[Event]) -> list[list[Work]]:
         elif isinstance(event, (Work, Communication, HostWait)):
             groups += [[event], []] if isinstance(event, Work) else [[]]
     return [group for group in groups if group]
+
+
+def _freed_where_allocated(segment: list[Event]) -> set[Allocation]:
+    memory = [event for event in segment if isinstance(event, Memory)]
+    allocated, freed = ({event.allocation for event in memory if (event.change < 0) == ends} for ends in (False, True))
+    return allocated & freed
 
 
 def _with_kernels(segment: list[Event], kernels: dict[int, Work], internal: set[Allocation]) -> list[Event]:
