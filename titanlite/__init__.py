@@ -9,6 +9,6 @@ __all__ = ["ConfigError", "Own", "RunResult", "TrainingError", "load", "parity",
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from titanlite import api  # imported here, since it imports torch, which takes seconds
+    from titanlite import api  # imported here: titanlite.api imports torch, which takes seconds
 
     return getattr(api, name)

@@ -3,7 +3,7 @@
 from titanlite.launch.safe_path import leave_working_directory
 
 if __name__ == "__main__":
-    leave_working_directory()  # before the imports below could find something there
+    leave_working_directory()  # modules in the working directory could shadow the imports below
     from titanlite.launch.cli import main
 
     main()

@@ -1,4 +1,4 @@
-"""What titanlite offers to Python, in scripts and notebooks; docs/extend.md is the guide."""
+"""The Python API of titanlite, for scripts and notebooks; docs/extend.md is its guide."""
 
 import gc
 import os
@@ -27,25 +27,24 @@ class RunResult(NamedTuple):
     """The results of a run."""
 
     loss: float | None
-    """The loss of the last step, in nats per token over all ranks; None if all steps were done before."""
+    """The loss of the last step, in nats per token over all ranks; None if no step was left to train."""
     folder: Path
     """job.dump_folder, with config.toml, metrics.jsonl, tb/ and the checkpoints."""
     metrics: dict[str, float]
-    """The values of the last step, by their TensorBoard tags."""
+    """The logged metrics of the last step, by TensorBoard tag."""
 
 
 def load(argv: list[str]) -> Config:
-    """Return the options that a config and arguments set: `argv` is what the command line takes, as in
-    ["my.toml", "--training.steps=20"]. Raises ConfigError with a line for each wrong one."""
+    """Return the config of a command line: `argv` is its arguments, such as ["my.toml", "--training.steps=20"].
+    Raises ConfigError with a line for each wrong option."""
     return config.load(argv).config
 
 
 def run(argv: list[str], own: Own | str = "") -> RunResult:
-    """Train in this process, as `titanlite train` does, and return. Under torchrun every rank calls it; otherwise this
-    process is the only one. Signal handlers stay as they are. `argv` is that of `load`, `own` an Own or "FILE.py:NAME".
-    Raises ConfigError if the config, the data, the checkpoint or the own part is wrong, or more ranks are needed.
-    Raises TrainingError if the loss is not finite too often, a checkpoint cannot be written, or another run has taken
-    the folder over."""
+    """Train in this process as `titanlite train` does. Under torchrun, every rank must call `run`; otherwise this
+    process is the only rank. No signal handler is installed. `argv`: as for `load`; `own`: an Own, or "FILE.py:NAME".
+    Raises ConfigError if the config, data, checkpoint or `own` is wrong, or the config needs more ranks, TrainingError
+    if too many losses are not finite, a checkpoint cannot be written, or another run takes job.dump_folder over."""
     loaded, signals, lost = config.load(argv, load_own(own)), process.Signals(), list[str]()
     launch, parallelism = Launch.from_environment(torch.cuda.device_count()), loaded.config.parallelism
     ranks = parallelism.ranks_per_shard * max(parallelism.data_parallel_shard_degree, 1)
@@ -82,12 +81,12 @@ def run(argv: list[str], own: Own | str = "") -> RunResult:
 
 
 def plan(argv: list[str], own: Own | str = "") -> Plan:
-    """Return the memory and step time of a config on the hardware that it names. The arguments are those of `run`,
-    except that an Own must come from a file. Raises ConfigError as `run` does, and if the device is unknown."""
+    """Return the planned memory and step time of a config on the hardware of its section [plan]. Arguments are as for
+    `run`, except that an Own must be from a file. Raises ConfigError as `run` does, or for an unknown plan.device."""
     return make_plan(config.load(argv, load_own(own)))
 
 
 def parity(argv: list[str], own: Own | str = "", *, dtype: str = "float64", steps: int = 3) -> dict[str, str]:
     """Compare a standard set of layouts with a single process on this machine's CPUs, as `titanlite parity --all` does.
-    Return a verdict by layout, which begins with equal, DIFFERENT, FAILED or impossible. Raises as `plan` does."""
+    Return a verdict by layout, which begins with equal, DIFFERENT, FAILED or impossible. Raises what `plan` raises."""
     return dict(verdicts(argv, load_own(own), dtype, steps))

@@ -1,7 +1,5 @@
-"""Build the objects of a run from its resolved config: what a config asks for is known here, and nothing asks again.
-
-train.py, the planner and the parity test build their run here, so what they plan and compare is what trains.
-"""
+"""Build the objects of a run from its resolved config, for train.py, the planner and the parity test alike. Only this
+file knows which techniques a config asks for."""
 
 import functools
 import os
@@ -38,26 +36,26 @@ from titanlite.validation import Validator
 
 
 class Data(NamedTuple):
-    """The packed sequences of a run."""
+    """The packed training and validation sequences of a run."""
 
     train: Sequences | Mixture
     """A Mixture if the config has training.datasets."""
     validation: SplitSequences | None
-    """None where validation is not enabled."""
+    """The validation sequences; None unless validation.enable."""
     identity: str
-    """Names the datasets and the tokenizer: two runs with the same identity have the same sequences."""
+    """A string for the datasets and the tokenizer: two runs with the same string have the same sequences."""
 
 
 class Run(NamedTuple):
-    """The parts of a run that later builders need. Tools that only compute leave out the last three."""
+    """The objects of a run that later builders need. Tools that do not train leave out the last three fields."""
 
     config: Config
     layout: Layout
     device: torch.device
     model: Llama
-    """All modules of this rank, under their names in the full model: what optimizer, checkpoint and norm see."""
+    """All modules of this rank under their names in the full model, for optimizer, checkpoint and gradient norm."""
     stages: dict[int, Llama]
-    """The pipeline stages that this rank runs, by number; without a pipeline, stage 0 is the model itself."""
+    """The pipeline stages that this rank runs, by stage number; without a pipeline, stage 0 is the full model."""
     optimizer: torch.optim.Optimizer | None = None
     data: Data | None = None
     signals: Signals | None = None
@@ -72,7 +70,7 @@ def set_seed(debug: Debug, rank: int) -> None:
 
 
 def meta_model(config: Config, modules: Collection[str] | None = None) -> Llama:
-    """Return the model, or the named modules of it, on the meta device: without memory for its weights."""
+    """Return the model, or only its modules named in `modules`, on the meta device, without memory for weights."""
     model = build_llama(config.model, max_seq_len=config.training.seq_len, modules=modules, block=config.own.block)
     return model.to(getattr(torch, config.training.dtype))
 
@@ -83,18 +81,18 @@ def parameter_sizes(config: Config) -> dict[str, int]:
 
 
 def build_stage(config: Config, layout: Layout, modules: Collection[str] | None, device: torch.device) -> Llama:
-    """Return the named modules, or all, parallelized over the mesh, still on the meta device. Raises ConfigError for
-    float8 or int8 that the device lacks or no layer has, or an own block that cannot be right."""
+    """Return a stage of the named `modules` (None: all), parallelized over the mesh, on the meta device. Raises
+    ConfigError if the device lacks float8 or int8, no layer can use them, or a user's own block is wrong."""
     parallelism, training = config.parallelism, config.training
     stage = meta_model(config, modules)
     config.own.prepare(stage, config.model, training, parallelism)
     full_model = functools.partial(meta_model, config)
     if config.lora.rank:
-        from titanlite.techniques.lora import Adapters  # imported here: a plain run needs none of it
+        from titanlite.techniques.lora import Adapters  # imported here: only runs with LoRA need it
 
         stage.adapters = Adapters(stage, config.lora, full_model)
     if config.float8.enable or config.int8.enable:
-        from titanlite.techniques.low_precision import convert_linear_layers  # here, since a plain run needs none of it
+        from titanlite.techniques.low_precision import convert_linear_layers  # imported here: few runs use it
 
         settings = {"model": full_model, "tensor_parallel_degree": parallelism.tensor_parallel_degree, "device": device}
         convert_linear_layers(stage, config.float8, config.int8, **settings)
@@ -108,7 +106,7 @@ def build_stage(config: Config, layout: Layout, modules: Collection[str] | None,
 
 
 def build_model(config: Config, layout: Layout, device: torch.device) -> tuple[Llama, dict[int, Llama]]:
-    """Return the model and the stages of a Run, sharded and with their initial weights."""
+    """Return `model` and `stages` as Run describes them, sharded and with initial weights."""
     schedule, degree = config.parallelism.pipeline_parallel_schedule, config.parallelism.pipeline_parallel_degree
     modules_of_stages = stage_modules(config) if degree > 1 else [None]
     ranks = rank_of_stage(schedule, degree, len(modules_of_stages))
@@ -128,12 +126,12 @@ def build_model(config: Config, layout: Layout, device: torch.device) -> tuple[L
         model.tok_embeddings = model.tok_embeddings or stage.tok_embeddings
         model.position_embeddings = model.position_embeddings or stage.position_embeddings
         model.norm, model.output = model.norm or stage.norm, model.output or stage.output
-        stage.rope = first.rope  # one table for all stages of a rank
+        stage.rope = first.rope  # all stages of a rank share one rotary table
     return model, stages
 
 
 def build_train_step(run: Run, groups: OneGroup | None = None) -> TrainStep:
-    """Return the forward, backward and update of this rank's optimizer steps. `groups`: None for one group."""
+    """Return the object that computes this rank's optimizer steps. `groups`: replica groups, if any."""
     config, layout, device, model, stages = run[:5]
     parallelism, training = config.parallelism, config.training
     for stage in stages.values():
@@ -153,7 +151,7 @@ def build_train_step(run: Run, groups: OneGroup | None = None) -> TrainStep:
             compiles=config.compile.enable,
             validates=config.validation.enable,
         )
-    # Several ranks work on the same tokens. The first tp rank of the last stage, which has logits, adds the loss.
+    # Of the ranks that work on the same tokens, only the first tp rank of the last pipeline stage adds their loss.
     contributes_loss = model.output is not None and layout.mesh.get_local_rank("tp") == 0
     return TrainStep(
         model,
@@ -168,7 +166,6 @@ def build_train_step(run: Run, groups: OneGroup | None = None) -> TrainStep:
 
 
 def build_guard(training: Training, device: torch.device) -> StepGuard:
-    """Return what decides which updates are taken."""
     loss_scale = outliers = None
     if training.mixed_precision_param == "float16":
         from titanlite.techniques.loss_scale import LossScale
@@ -182,8 +179,6 @@ def build_guard(training: Training, device: torch.device) -> StepGuard:
 
 
 def build_groups(run: Run) -> OneGroup:
-    """Return the object that yields the steps and sums over ranks: one group of all ranks, or the replica groups of
-    [fault_tolerance], which connect when they begin."""
     section = run.config.fault_tolerance
     if not section.enable:
         return OneGroup()
@@ -194,7 +189,6 @@ def build_groups(run: Run) -> OneGroup:
 
 
 def build_balance(config: Config, model: Llama, device: torch.device) -> Balance | None:
-    """Return the LoadBalance of a model with experts; None for any other."""
     if not config.model.moe.n_experts:
         return None
     from titanlite.techniques.moe.balance import LoadBalance
@@ -205,7 +199,7 @@ def build_balance(config: Config, model: Llama, device: torch.device) -> Balance
 def build_optimizer(
     config: Config, model: Llama, stages: Collection[Llama] = (), layout: Layout | None = None
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of a model whose weights FSDP gathers for these stages, if any. Every rank must call it."""
+    """Return the optimizer of a model. FSDP gathers the weights of `stages`, if any. Every rank must call it."""
     build = config.own.optimizer or functools.partial(optimizer_for, mesh=layout.mesh if layout else None)
     optimizer = build(model, config.optimizer)
     if stages and config.float8.precompute_float8_dynamic_scale_for_fsdp:
@@ -220,8 +214,8 @@ def build_optimizer(
 
 
 def optimizer_for(model: Llama, section: Optimizer, mesh: DeviceMesh | None = None) -> torch.optim.Optimizer:
-    """Return Adam (arXiv:1412.6980), AdamW (arXiv:1711.05101) or Muon (techniques/muon.py) with weight decay of
-    matrices, embeddings included. `mesh`: the layout's mesh, for Muon; None: this rank alone."""
+    """Return Adam (arXiv:1412.6980), AdamW (arXiv:1711.05101) or Muon (techniques/muon.py). Only matrices, embeddings
+    included, have weight decay. `mesh`: the mesh of all ranks, which Muon needs; None: this rank alone."""
     if section.name == "Muon":
         from titanlite.techniques.muon import muon_of
 
@@ -229,7 +223,7 @@ def optimizer_for(model: Llama, section: Optimizer, mesh: DeviceMesh | None = No
     groups = parameter_groups(model.named_parameters(), section)
     weights_dtype = str(groups[0]["params"][0].dtype).removeprefix("torch.")
     if section.state_dtype not in ("auto", weights_dtype) or section.stochastic_rounding:
-        from titanlite.techniques.low_bit_adam import LowBitAdam  # here: the import takes a second
+        from titanlite.techniques.low_bit_adam import LowBitAdam  # imported here: the import takes a second
 
         embedding = [] if model.tok_embeddings is None else [model.tok_embeddings.weight]
         return LowBitAdam(groups, section, full_precision=embedding)
@@ -241,9 +235,8 @@ def optimizer_for(model: Llama, section: Optimizer, mesh: DeviceMesh | None = No
 
 
 def build_data(config: Config, *, builds_cache: bool) -> Data:
-    """Return the training sequences, the validation sequences if they are enabled, and the identity of the data. The
-    rank with `builds_cache`, one of each node, tokenizes where there is no token cache yet. Raises ConfigError if the
-    data cannot be read or differs between ranks, or the tokenizer does not fit the model."""
+    """Return the training and validation sequences. Without a token cache, the ranks with `builds_cache`, one per node,
+    tokenize the dataset. Raises ConfigError if data is unreadable, differs between ranks or does not fit the model."""
     if config.own.data:
         from titanlite.techniques.data.own import open_own
 
@@ -258,7 +251,7 @@ def build_data(config: Config, *, builds_cache: bool) -> Data:
 
 
 def data_share(config: Config, layout: Layout) -> Share:
-    """Return which sequences this rank reads and which tokens of each."""
+    """Return which sequences this rank reads, and which tokens of each sequence."""
     parallelism, shard = config.parallelism, SequenceShard()
     if parallelism.context_parallel_degree > 1:
         from titanlite.parallel.tiles import local_positions
@@ -273,21 +266,20 @@ def data_share(config: Config, layout: Layout) -> Share:
 
 
 def build_loader(run: Run, sequences: Sequences | Mixture, state: dict[str, Any] | None, last_step: int = 0) -> Loader:
-    """Return this rank's batches, from where a saved run stopped (`state`, `last_step`) or from the first. Raises
-    ConfigError if the datasets of a mixture are used up before the last step."""
+    """Return the loader of this rank's batches. `state`: the loader's state in a checkpoint of step `last_step`; None:
+    begin with the first batch. Raises ConfigError if a mixture's datasets are used up before the last step."""
     config = run.config
     if config.training.datasets:
         sequences.check(state, (config.training.steps - last_step) * config.training.global_batch_size)
     share, groups = data_share(config, run.layout), config.fault_tolerance
     n_copies = config.parallelism.world_size // share.degree
-    if groups.enable:  # the ranks of all groups, running or not, read different sequences
+    if groups.enable:  # each replica group, running or not, reads different sequences
         rank = groups.replica_id * share.degree + share.rank
         share = Share(rank, groups.group_size * share.degree, share.shard)
     return Loader(sequences, config.training, share, n_copies=n_copies, pin=run.device.type == "cuda", state=state)
 
 
 def build_validation_batches(config: Config, layout: Layout, sequences: SplitSequences) -> tuple[Iterator[Batch], int]:
-    """Return this rank's batches of one validation, and how many they are."""
     arguments = sequences, config.training, config.validation, data_share(config, layout)
     return validation_batches(*arguments), n_validation_batches(*arguments)
 
@@ -295,7 +287,7 @@ def build_validation_batches(config: Config, layout: Layout, sequences: SplitSeq
 def build_metrics(
     config: Config, launch: Launch, device: torch.device, sizes: dict[str, int]
 ) -> tuple[metrics.ThroughputMeter, metrics.Logger]:
-    """Return the meter of this rank, and the logger, which writes on rank 0 only. `sizes`: see `parameter_sizes`."""
+    """Return this rank's throughput meter and logger; only rank 0's logger writes. `sizes`: see `parameter_sizes`."""
     meter = metrics.ThroughputMeter(
         device,
         tokens_per_step=config.tokens_per_step / config.fault_tolerance.n_groups / launch.world_size,
@@ -310,12 +302,12 @@ def build_metrics(
 
 
 def build_checkpoints(run: Run) -> NoCheckpoints:
-    """Return the checkpoints of a run. Every rank must call it."""
+    """Return the object that loads and saves the checkpoints of a run. Every rank must call it."""
     config, checkpoint = run.config, run.config.checkpoint
     trained = Trained(run.model, run.optimizer, config.training.steps, run.signals)
     if not checkpoint.enable:
         return NoCheckpoints(checkpoint, trained)
-    from titanlite.checkpoint.checkpointer import Checkpointer  # imported here: a run without checkpoints needs none
+    from titanlite.checkpoint.checkpointer import Checkpointer  # imported here: only runs with checkpoints need it
 
     identity = {"seed": config.debug.seed, "data": run.data.identity, **config.identity()}
     identity |= {"mixture": run.data.train.identity} if config.training.datasets else {}
@@ -325,7 +317,6 @@ def build_checkpoints(run: Run) -> NoCheckpoints:
 
 
 def build_validator(run: Run, train_step: TrainStep) -> Validator:
-    """Return what computes the validation loss of a run."""
     batches = functools.partial(build_validation_batches, run.config, run.layout, run.data.validation)
     arguments = run.config.validation, train_step, batches, run.signals
     if run.config.ema.validation:
@@ -338,7 +329,7 @@ def build_validator(run: Run, train_step: TrainStep) -> Validator:
 def add_observers(
     run: Run, train_step: TrainStep, loader: Loader, guard: StepGuard, checkpoints: NoCheckpoints, log: metrics.Logger
 ) -> None:
-    """Add the observers that a config asks for to a train step. Raises ConfigError if a prompt is too long."""
+    """Add the observers that a config asks for to a train step. Raises ConfigError if a prompt exceeds a sequence."""
     config, layout, optimizer = run.config, run.layout, run.optimizer
     training, validation, observers = config.training, config.validation, train_step.observers
     observers += [config.own.metrics(train_step)] if config.own.metrics else []

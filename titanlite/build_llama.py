@@ -1,9 +1,5 @@
 """Build the model that the [model] options ask for: choose latent attention, norms over all heads, attention sinks and
-experts.
-
-This is not in build.py, since the modules that read and write weights also build a model, to know its shapes, and
-build.py imports those modules.
-"""
+experts. These functions are not in build.py, since modules that build.py imports need them to know a model's shapes."""
 
 from collections.abc import Callable, Collection
 
@@ -17,13 +13,13 @@ from titanlite.model import Attention, Block, FeedForward, Llama
 def build_llama(
     model: Model, *, max_seq_len: int, modules: Collection[str] | None = None, block: Callable[..., Block] | None = None
 ) -> Llama:
-    """Return a model on the meta device: without memory for its weights. `modules`: see Llama; `block`: the user's."""
+    """Build a model on the meta device. `modules`: see Llama; `block`: a function to call instead of build_block."""
     with torch.device("meta"):
         return Llama(model, block or build_block, max_seq_len=max_seq_len, modules=modules)
 
 
 def build_block(model: Model, layer: int) -> Block:
-    """Return the block of a layer. Techniques are imported here, since few models need them."""
+    """Build the block of a layer by its number. Techniques are imported inside, since few models need them."""
     attention: nn.Module
     if model.mla.kv_lora_rank:
         from titanlite.techniques.latent_attention_tensor import ShardableLatentAttention

@@ -1,8 +1,8 @@
 """Weight initialization from (seed, parameter name): bit for bit the same for every layout of the model over ranks.
 
-Every rank draws the full parameter (of stacked experts, only those it has a shard of) from a generator that is seeded
-for it, and keeps its shard. So nothing is communicated, and nothing depends on which rank owns what. (DTensor's random
-operators give every rank the same numbers on a CPU.)
+Every rank draws the full parameter from a generator seeded for that parameter, and keeps its own shard; of stacked
+experts, a rank draws only those of its shard. Therefore no communication is needed, and the layout has no influence.
+DTensor's random operators are not used: on a CPU, they give every rank the same numbers.
 """
 
 import hashlib
@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from titanlite.model import Llama
 from titanlite.parallel.shards import Slice, local_shard, shard_slice
 
-# GPT-2's initialization (Radford et al. 2019, section 2.3; Megatron-LM, arXiv:1909.08053, section 3): a normal of
-# standard deviation 0.02. The two layers that write into the residual stream are scaled by 1 / sqrt(2 L), so that the
-# stream's variance does not grow with the depth L.
+# Weights are drawn as in GPT-2 (Radford et al. 2019, section 2.3; Megatron-LM, arXiv:1909.08053, section 3): from a
+# normal distribution of standard deviation 0.02. The two layers of a block that add to the residual stream are scaled
+# by 1 / sqrt(2 L), so that the variance of the residual stream does not grow with the number of layers L.
 STD = 0.02
 RESIDUAL_OUTPUTS = ("attention.wo.weight", "feed_forward.w2.weight", "experts.w2", "shared.w2.weight")
 
@@ -32,14 +32,11 @@ def _generator(seed: int, name: str, device: torch.device) -> torch.Generator:
 
 @torch.no_grad()
 def init_weights(model: Llama, *, seed: int, n_layers: int, device: torch.device) -> None:
-    """Fill every parameter, a plain tensor or a DTensor of any placement, of a materialized model or stage.
-
-    `n_layers` is the number of layers of the full model, not of this stage. Float32 numbers are drawn on `device`. CPU
-    and CUDA generators differ, so runs that are to be compared must draw on the same kind of device.
-    """
+    """Fill every parameter, a plain tensor or a DTensor of any placement, of a model or stage that has memory.
+    `n_layers`: the layers of the full model. `device` draws float32 numbers; CPU and CUDA draw different numbers."""
     for name, parameter in model.named_parameters():
         std = STD / math.sqrt(2 * n_layers) if name.endswith(RESIDUAL_OUTPUTS) else STD
-        if parameter.dim() > 2:  # stacked experts: each has its own generator, whatever their number
+        if parameter.dim() > 2:  # stacked experts: each expert has a generator of its own, seeded by its number
             (first, *offsets), (n_local, *sizes) = shard_slice(parameter)
             of_expert = Slice(tuple(offsets), tuple(sizes)).indices
             for index in range(n_local):
@@ -53,7 +50,7 @@ def init_weights(model: Llama, *, seed: int, n_layers: int, device: torch.device
         if parameter.dim() == 2 and not is_zero:
             full.normal_(0.0, std, generator=_generator(seed, name, device))
         if isinstance(parameter, DTensor):
-            # src_data_rank None: every rank has the full tensor, so sharding it needs no communication.
+            # src_data_rank=None: each rank shards its own copy of the full tensor, and rank 0 sends nothing.
             shard = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
             parameter.to_local().copy_(shard.to_local())
         else:

@@ -1,7 +1,7 @@
 """The cross-entropy loss: vocabulary-parallel (loss parallel), and chunked so that few logits exist at a time.
 
-Training, validation and logging follow one rule: the sum of token losses over the number of valid tokens of the global
-batch. Every valid token weighs the same, whatever the ranks, gradient accumulation steps and padding.
+Training, validation and logging divide the sum of token losses by the number of valid tokens of the global batch.
+Every valid token therefore has the same weight under any number of ranks, accumulation steps and padding tokens.
 
 Shapes: N tokens, D model width, V vocabulary.
 """
@@ -18,18 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 IGNORED = -100
-"""Target of a position that has nothing to predict: padding, and the end of a document."""
+"""Target of a position that has no next token to predict: padding, and the end of a document."""
 
 ChunkLoss = Callable[..., Tensor]  # type of `linear_cross_entropy`, eager or compiled
 TokenLoss = Callable[[Tensor, Tensor, dist.ProcessGroup | None], Tensor]  # type of `cross_entropy`
 
 
 def cross_entropy(logits_NV: Tensor, targets_N: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the loss of each token, [N] in float32 or better: nats, and 0 where the target is IGNORED.
-
-    The logits have any precision. With a group, they are this rank's shard of the vocabulary, which is sharded over the
-    group's ranks in equal shards, in order. All these ranks must call this, and each gets the losses.
-    """
+    """Return the loss of each token in nats, [N] in float32 or better; 0 where the target is IGNORED. With a group, the
+    vocabulary is sharded evenly over the group's ranks, in order, and `logits_NV` is this rank's shard. Every rank of
+    the group must call it, and gets all losses."""
     if group is not None:
         return _VocabularyParallel.apply(logits_NV, targets_N, group)
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
@@ -37,13 +35,12 @@ def cross_entropy(logits_NV: Tensor, targets_N: Tensor, group: dist.ProcessGroup
 
 
 class _VocabularyParallel(torch.autograd.Function):
-    """Computes the cross entropy of logits that are sharded over the vocabulary (arXiv:1909.08053, section 3): three
-    numbers per token are communicated, never the logits."""
+    """Cross entropy of vocabulary-sharded logits (arXiv:1909.08053, section 3): ranks exchange 3 numbers per token."""
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Return the losses, the same on each rank; save the logits in their own type, and log Z."""
-        own_N = targets_N - group.rank() * logits_NV.shape[1]  # index within this shard
+        """Return the losses, the same on each rank; save for backward the logits in their own dtype, and log Z."""
+        own_N = targets_N - group.rank() * logits_NV.shape[1]  # index of the target in this rank's shard
         here_N = (own_N >= 0) & (own_N < logits_NV.shape[1])
         own_N = own_N.where(here_N, 0)
 
@@ -60,7 +57,7 @@ class _VocabularyParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None, None]:
-        """Return softmax - one-hot of this rank's shard, which needs no communication."""
+        """Return softmax - one-hot for this rank's shard of the vocabulary, which needs no communication."""
         logits_NV, log_sum_N, own_N, here_N, valid_N = ctx.saved_tensors
         grad_NV = (logits_NV.to(log_sum_N.dtype) - log_sum_N[:, None]).exp_()
         grad_NV.scatter_add_(1, own_N[:, None], -here_N.to(grad_NV.dtype)[:, None])
@@ -71,9 +68,7 @@ def linear_cross_entropy(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, mesh: DeviceMesh | None, loss_parallel: bool, loss: TokenLoss
 ) -> Tensor:
     """Return the loss of each token of one chunk, [N]: the output head's matrix product, then the cross entropy.
-
-    `weight_VD` is this rank's shard of the vocabulary, `mesh` the ranks that it is sharded over (None: not sharded).
-    """
+    `weight_VD`: this rank's shard of the output head; `mesh`: the ranks over which it is sharded (None: unsharded)."""
     logits_NV = F.linear(x_ND, weight_VD)
     if mesh is not None and not loss_parallel:
         logits_NV = DTensor.from_local(logits_NV, mesh, [Shard(-1)]).redistribute(placements=[Replicate()]).to_local()
@@ -92,14 +87,12 @@ def chunked_cross_entropy(
     chunk_loss: ChunkLoss = linear_cross_entropy,
     record: Callable[[Tensor, Tensor], None] | None = None,
 ) -> Tensor:
-    """Return the sum of the token losses, a scalar, from the output head's input.
+    """Return the sum of the token losses, a scalar. `x_ND` is the input of the output head, `weight_VD` its weight.
 
-    With several chunks, each one's gradients are computed along with its loss, so that the logits of only one chunk
-    exist at any time and none is recomputed (as in Liger-Kernel, arXiv:2410.10989).
-
-    `weight_VD`, the output head's, is a DTensor if it is sharded over the vocabulary; then x_ND, [N, D], is a DTensor
-    that is replicated over the same ranks. `loss_parallel` leaves the logits sharded as the weight is. `record` is
-    called with the loss of each token, [N] without a gradient, and the targets.
+    With several chunks, the forward computes each chunk's gradients along with its loss, so that the logits of only one
+    chunk exist at any time and none is recomputed (as in Liger-Kernel, arXiv:2410.10989). If `weight_VD` is a DTensor,
+    sharded over the vocabulary, x_ND is a DTensor that is replicated over the same ranks. `loss_parallel` leaves the
+    logits sharded over the vocabulary. `record` gets the token losses, [N], and the targets.
     """
     mesh = None
     if isinstance(weight_VD, DTensor):
@@ -123,9 +116,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, n_chunks: int, chunk_loss: ChunkLoss
     ) -> tuple[Tensor, Tensor]:
-        """Return the sum of the losses of all chunks, and the losses. Save the gradients of the sum for backward."""
+        """Return the sum of all token losses, and the token losses, [N]. Save the sum's gradients for backward."""
         weight_VD = weight_VD.detach().requires_grad_(ctx.needs_input_grad[1])
-        losses, grads_x, sums = [], [], list[Tensor]()  # sums: the gradient of the weight, if it is trained
+        losses, grads_x, sums = [], [], list[Tensor]()  # sums: the weight's gradient so far; empty if it is frozen
         wide = torch.promote_types(weight_VD.dtype, torch.float32)
         for x, targets in zip(x_ND.tensor_split(n_chunks), targets_N.tensor_split(n_chunks), strict=True):
             with torch.enable_grad():
@@ -135,7 +128,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             grad_x, *own = torch.autograd.grad(loss, (x, weight_VD)[: 1 + weight_VD.requires_grad])
             losses.append(losses_of_chunk.detach())
             grads_x.append(grad_x)
-            # Summed in float32 or better: otherwise each chunk would add a rounding that one matrix product lacks.
+            # Sum in float32 or better: in bfloat16, each chunk after the first would add a rounding error.
             sums = [a.add_(b) for a, b in zip(sums, own, strict=True)] if sums else [each.to(wide) for each in own]
         ctx.save_for_backward(torch.cat(grads_x), *sums)
         losses_N = torch.cat(losses)
@@ -144,14 +137,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x_ND, *of_weight = ctx.saved_tensors  # the weight has the data type of x
+        grad_x_ND, *of_weight = ctx.saved_tensors  # the weight and x have the same dtype
         grads = [_scaled(each, grad, grad_x_ND.dtype) for each in (grad_x_ND, *of_weight)]
         return grads[0], grads[1] if of_weight else None, None, None, None
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return gradient * factor, not in place, since a zero-bubble schedule asks for one gradient at a time. The factor,
-    1 over the number of valid tokens, is not rounded to a lower type. On CUDA, the product is one pass over memory."""
+    """Return gradient * factor, on CUDA in one pass over memory. The product is not in place: a zero-bubble schedule
+    runs the backward twice, for one gradient each. The factor, 1 / number of valid tokens, is not rounded."""
     wide = torch.promote_types(gradient.dtype, torch.float32)
     return torch.mul(gradient.to(wide), factor.to(wide), out=torch.empty_like(gradient, dtype=dtype))
 
@@ -159,4 +152,4 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 def count_valid(targets: list[Tensor], device: torch.device) -> Tensor:
     """Return the number of valid targets in this rank's per-device batches, a float64 scalar (exact up to 2^53)."""
     count = sum(int((target != IGNORED).sum()) for target in targets)
-    return torch.full((), count, dtype=torch.float64, device=device)  # filled there: the host need not wait for a copy
+    return torch.full((), count, dtype=torch.float64, device=device)  # fills on the device: a copy would synchronize

@@ -1,14 +1,14 @@
 """The Llama model, written for one device: nothing in this file knows of ranks or parallelism.
 
-RMSNorm before each sublayer, rotary position embedding (rope.py), grouped-query attention (GQA), SwiGLU, optionally
-tied embeddings. Sources: LLaMA (arXiv:2302.13971), Llama 2 (arXiv:2307.09288), Llama 3 (arXiv:2407.21783). Other
-families are options (docs/families.md): sliding-window attention (Mistral, arXiv:2310.06825), biases (Qwen2,
-arXiv:2407.10671), norms of queries and keys and heads of any size (Qwen3, arXiv:2505.09388; OLMoE, arXiv:2409.02060),
-norms after sublayers (OLMo 2, arXiv:2501.00656), factors (Granite), layers of several kinds (Gemma 3,
-arXiv:2503.19786). Module names are Llama's own, so that checkpoints and tensor-parallel plans read as elsewhere.
+A Llama has RMSNorm before each sublayer, rotary position embedding (rope.py), grouped-query attention (GQA), SwiGLU,
+and optionally tied embeddings. Sources: LLaMA (arXiv:2302.13971), Llama 2 (arXiv:2307.09288), Llama 3
+(arXiv:2407.21783). Options add what other families need (docs/families.md): sliding-window attention (Mistral,
+arXiv:2310.06825), biases (Qwen2, arXiv:2407.10671), norms of queries and keys and any head_dim (Qwen3,
+arXiv:2505.09388; OLMoE, arXiv:2409.02060), norms after sublayers (OLMo 2, arXiv:2501.00656), scale factors (Granite),
+layers of several kinds (Gemma 3, arXiv:2503.19786). Modules have the names that Meta's Llama code gave them.
 
 Shapes: B batch, T sequence, N = B x T tokens, D model width, H query heads, G KV heads, K head_dim, F feed-forward
-width, V vocabulary. Only attention tells sequences apart: everything else sees tokens, [N, D].
+width, V vocabulary. Only attention needs the batch dimension: all other modules take tokens, [N, D].
 """
 
 import dataclasses
@@ -27,27 +27,23 @@ from titanlite.rope import apply_rotary_emb, rope_table
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Documents:
-    """Says which tokens of a packed sequence are one document: tokens attend only within theirs.
-
-    It is not a bare tensor, since fully_shard would move a bare tensor to the device with the model's other inputs.
-    Attention computes the sizes of its calls from these positions, and reading them back would wait for the device.
-    """
+    """Says which tokens of a packed sequence are one document: a token attends only to tokens of its document. The
+    class hides the tensor from fully_shard, which would move it to the device: attention reads it on the host."""
 
     positions_BT: Tensor
     """Position of each token in its document, int64 in host memory."""
 
 
 class ScaledDotProductAttention(nn.Module):
-    """Computes causal softmax(q k^T / sqrt K) v, over the last `window` tokens; 0: over all tokens. No other module
-    mixes positions. It is a module so that context parallel can replace it."""
+    """Computes causal softmax(q k^T / sqrt K) v over the last `window` tokens (0: all); replaced by TiledAttention."""
 
     def __init__(self, window: int = 0):
         super().__init__()
         self.window = window
-        self.register_parameter("sinks", None)  # scores of one more key of each head: techniques/attention_sinks.py
+        self.register_parameter("sinks", None)  # set by techniques/attention_sinks.py
 
     def forward(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Documents | None = None) -> Tensor:
-        """Return [B, T, H, K]. Query head h attends to KV head h * G // H. Without documents a sequence is one."""
+        """Return [B, T, H, K]. Query head h attends to KV head h * G // H. `documents` None: one per sequence."""
         if documents is None:
             q_BHTK, k_BGTK, v_BGTK = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
             grouped, length = q_BHTK.shape[1] != k_BGTK.shape[1], q_BHTK.shape[2]
@@ -66,7 +62,7 @@ class ScaledDotProductAttention(nn.Module):
 
 
 class NormPlusOne(nn.RMSNorm):
-    """RMSNorm whose scale is 1 + weight (Gemma, arXiv:2403.08295), so that weight decay pulls the scale towards 1."""
+    """RMSNorm whose scale is 1 + weight (Gemma, arXiv:2403.08295): weight decay pulls the scale towards 1."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
@@ -76,7 +72,6 @@ NORMS = {"rms": nn.RMSNorm, "rms_plus_one": NormPlusOne, "layer": nn.LayerNorm}
 
 
 def build_norm(model: Model, width: int) -> nn.Module:
-    """Return the norm of model.norm over the last `width` channels."""
     return NORMS[model.norm](width, eps=model.norm_eps)
 
 
@@ -89,14 +84,14 @@ class Attention(nn.Module):
         self.wk = nn.Linear(model.dim, kv_width, bias=bias != "none")
         self.wv = nn.Linear(model.dim, kv_width, bias=bias != "none")
         self.wo = nn.Linear(q_width, model.dim, bias=bias == "all")
-        self.norms_all_heads = model.qk_norm == "all_heads"  # one norm over all heads, not one per head
+        self.norms_all_heads = model.qk_norm == "all_heads"  # one norm over the channels of all heads
         widths = (q_width, kv_width) if self.norms_all_heads else (self.head_dim, self.head_dim)
         self.q_norm, self.k_norm = (build_norm(model, n) if model.qk_norm else None for n in widths)
         self.is_rotated, self.query_scale = model.rope_dim > 0, model.query_scale
         self.inner_attention = ScaledDotProductAttention(model.sliding_window)
 
     def forward(self, x_ND: Tensor, rope_TK2: Tensor, documents: Documents | None) -> Tensor:
-        """Return [N, D]. The views leave the numbers of sequences and heads open (-1): a rank may have only some."""
+        """Return [N, D]. Views infer the number of heads (-1), since under tensor parallel a rank has some of them."""
         sizes = -1, rope_TK2.shape[-3]
         q, k, v = self.wq(x_ND), self.wk(x_ND), self.wv(x_ND)
         if self.norms_all_heads:
@@ -119,7 +114,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (arXiv:2002.05202) computes w2(silu(w1 x) * w3 x). The activation may be another one, and w3 missing."""
+    """SwiGLU (arXiv:2002.05202): w2(silu(w1 x) * w3 x). `activation` may replace silu; not `is_gated`: without w3."""
 
     def __init__(self, dim: int, ffn_dim: int, *, bias: bool = False, activation: str = "silu", is_gated: bool = True):
         super().__init__()
@@ -134,8 +129,8 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer of two sublayers: `attention`, an Attention or its replacement, and `feed_forward`, a FeedForward or its
-    replacement. Norms are before these, after them, or both. `styles`: tensor-parallel styles of the user's modules."""
+    """A layer of two sublayers: Attention and FeedForward, or modules in their place. Norms stand before the sublayers,
+    after them, or both. `styles`: tensor-parallel styles, by name, of modules that the user has added to a block."""
 
     styles: Mapping[str, Any] = {}
 
@@ -162,10 +157,10 @@ class Block(nn.Module):
 
 
 class Output(nn.Linear):
-    """The output head projects to logits, or computes the loss, so that the logits need not all exist."""
+    """The output head projects to logits; given targets, it computes the loss, so that not all logits need exist."""
 
     loss: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """Computes a scalar from (x_ND, weight, targets_N). It must be set before `forward` gets targets."""
+    """Computes a scalar from (x_ND, weight, targets_N). `loss` must be set before `forward` gets targets."""
 
     def forward(self, x_ND: Tensor, targets_N: Tensor | None = None) -> Tensor:
         """Return logits [N, V], or the loss if there are targets."""
@@ -173,12 +168,11 @@ class Output(nn.Linear):
 
 
 class Llama(nn.Module):
-    """The full model, or a stage of it: `tok_embeddings`, `norm`, `output` may be None, `layers` may lack some.
+    """The full model, or a pipeline stage, which lacks layers and may have no `tok_embeddings`, `norm` or `output`.
 
-    build_llama.py builds it on the meta device. Then `materialize` it and fill it with `titanlite.init.init_weights`:
-    the constructor itself draws no weights. The rotary table has `max_seq_len` positions. `build_block` returns the
-    block of a layer by its number. `modules` are the names of the modules to build (tok_embeddings, layers.N, norm,
-    output); None: all.
+    build_llama.py builds a Llama on the meta device, `materialize` gives it memory, and init.py draws its weights.
+    `max_seq_len`: positions of the rotary table. `build_block`: returns the block of a layer by its number.
+    `modules`: names of the modules to build (tok_embeddings, layers.N, norm, output); None: all.
     """
 
     def __init__(
@@ -204,7 +198,7 @@ class Llama(nn.Module):
         self.tok_embeddings = nn.Embedding(model.vocab_size, model.dim) if has("tok_embeddings") else None
         has_positions = model.learned_positions > 0 and has("tok_embeddings")
         self.position_embeddings = nn.Embedding(model.learned_positions, model.dim) if has_positions else None
-        # Keyed by number, so that a layer keeps its name when the model is split into stages.
+        # Keys are layer numbers: a layer has the same name in a pipeline stage as in the full model.
         numbers = [layer for layer in range(model.n_layers) if has(f"layers.{layer}")]
         self.layers = nn.ModuleDict({str(layer): build_block(model.of_layer(layer), layer) for layer in numbers})
         self.norm = build_norm(model, model.dim) if has("norm") else None
@@ -212,19 +206,18 @@ class Llama(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Have the output head use the embedding's weight, if embeddings are tied. Call it again after a module's
-        weights were replaced by others, which unties them."""
+        """Make the output head's weight the embedding's, if embeddings are tied. Repeat after replacing weights."""
         if self.tied:
             self.output.weight = self.tok_embeddings.weight
 
     def materialize(self, device: torch.device, *, weights_on_cpu: bool = False) -> None:
-        """Leave the meta device by `to_empty`, and restore what that loses: the tied weight, and the rotary tables,
-        which are no weights and in no checkpoint. `weights_on_cpu` is for CPU offload."""
+        """Give a model on the meta device memory; tie weights again, and compute the rotary tables, which no checkpoint
+        contains. `weights_on_cpu`: weights are in host memory, for CPU offload."""
         self.to_empty(device="cpu" if weights_on_cpu else device)
         self.tie()
         dtype = next(self.parameters()).dtype
         self.rope = torch.stack([rope_table(kind, self.max_seq_len, dtype) for kind in self.rope_kinds]).to(device)
-        for module in self.modules():  # a module with buffers has a method that sets their initial values
+        for module in self.modules():  # reset_buffers sets a module's buffers to their initial values
             getattr(module, "reset_buffers", lambda device: None)(device)
 
     def forward(
@@ -234,11 +227,10 @@ class Llama(nn.Module):
         documents: Documents | None = None,
         targets: Tensor | None = None,
     ) -> Tensor:
-        """Return logits [B, T, V], or the loss if there are targets; on a stage without output head, [N, D]. `tokens`:
-        [B, T] token ids; on a stage without embedding, the previous stage's [N, D]. `positions`: [T] or [B, T] position
-        of each token for the rotary embedding; None: 0 .. T-1, where T is max_seq_len on a stage without embedding.
-        `documents`: see Documents; None: a sequence is one document. `targets`: [B, T] token ids, -100 where there is
-        nothing to predict."""
+        """Return logits [B, T, V], or the loss if there are targets; from a stage without output head, return [N, D].
+        `tokens`: [B, T] token ids; in a stage without embedding, the previous stage's [N, D]. `positions`: [T] or
+        [B, T], the position of each token for the rotary embedding; None: 0 .. T-1, where T is max_seq_len in a stage
+        without embedding. `documents` None: a sequence is one document. `targets`: [B, T] token ids; -100: no loss."""
         length = self.max_seq_len if self.tok_embeddings is None else tokens.shape[1]
         ropes = (self.rope[:, :length] if positions is None else self.rope[:, positions]).unbind()
         x_ND = tokens if self.tok_embeddings is None else self.embed(tokens, positions)

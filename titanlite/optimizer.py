@@ -13,8 +13,8 @@ from titanlite.parallel.shards import local_shard, n_replicas
 
 
 def parameter_groups(parameters: Iterable[tuple[str, nn.Parameter]], optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return named parameters in groups: matrices; vectors, which have no weight decay; and the same two for experts,
-    whose mesh may be another."""
+    """Return the trained parameters in groups for an optimizer: matrices with weight decay, and vectors without it.
+    Experts have groups of their own, since the mesh of their DTensors may differ."""
     groups = {(of_experts, decays): [] for of_experts in (False, True) for decays in (True, False)}
     for name, parameter in filter(lambda each: each[1].requires_grad, parameters):  # frozen weights have no states
         groups[".experts." in name, parameter.dim() > 1 and not name.endswith("bias")].append(parameter)
@@ -26,19 +26,16 @@ def parameter_groups(parameters: Iterable[tuple[str, nn.Parameter]], optimizer: 
 
 
 def build_adam(groups: list[dict[str, Any]], optimizer: Optimizer, name: str) -> torch.optim.Optimizer:
-    """Build torch's Adam or AdamW, by its name."""
+    """Build torch's Adam or AdamW by its `name`."""
     betas = optimizer.beta1, optimizer.beta2
     implementation = {name: name == optimizer.implementation for name in ("fused", "foreach")}
     return getattr(torch.optim, name)(groups, optimizer.lr, betas, optimizer.eps, **implementation)
 
 
 def lr_factor(step: int, lr_scheduler: LRScheduler) -> float:
-    """Return the factor on the peak learning rate at a step, counted from 1.
-
-    The learning-rate schedule is warmup-stable-decay (WSD, arXiv:2404.06395; the sqrt decay is arXiv:2405.18392's). The
-    last of the warmup_steps is at the peak. The decay would reach min_lr_factor one step after total_steps, so that no
-    step is wasted on a learning rate of zero.
-    """
+    """Return the factor on the peak learning rate at a step, counted from 1. The learning-rate schedule is
+    warmup-stable-decay (WSD, arXiv:2404.06395; sqrt decay: arXiv:2405.18392). The last warmup step has factor 1. The
+    decay reaches min_lr_factor one step after total_steps, so that no step has learning rate 0."""
     warmup_steps, total_steps = lr_scheduler.warmup_steps, lr_scheduler.total_steps
     decay_ratio = lr_scheduler.decay_ratio
     decay_steps = max(total_steps - warmup_steps, 0) if decay_ratio == -1 else round(total_steps * decay_ratio)
@@ -50,10 +47,10 @@ def lr_factor(step: int, lr_scheduler: LRScheduler) -> float:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, step: int, section: Optimizer, lr_scheduler: LRScheduler) -> float:
-    """Set the learning rate of a step, counted from 1, in all parameter groups, and return it."""
+    """Set the learning rate of a step, counted from 1, in all parameter groups, and return the rate."""
     lr = section.lr * lr_factor(step, lr_scheduler)
     for group in optimizer.param_groups:
-        # A tensor is an argument of compiled code, so its value is replaced in place.
+        # A tensor is an argument of compiled code: replace the value of the tensor, not the tensor.
         group["lr"] = group["lr"].fill_(lr) if isinstance(group["lr"], Tensor) else lr
     return lr
 
@@ -61,7 +58,7 @@ def set_lr(optimizer: torch.optim.Optimizer, step: int, section: Optimizer, lr_s
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
     """Return the gradient norm, the 2-norm over all gradients of all pipeline stages and shards: a float64 scalar on
-    `device`, the same on every rank. Every rank must call this, since one number is all-reduced."""
+    `device`, the same on every rank. Every rank must call it."""
     squares = torch.zeros((), dtype=torch.float64, device=device)
     by_replicas: dict[int, list[Tensor]] = {}
     for parameter in parameters:
@@ -70,14 +67,14 @@ def gradient_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> T
     for replicas, shards in by_replicas.items():
         wide = torch.promote_types(shards[0].dtype, torch.float32)  # bfloat16 norms would be rounded to 8 bits
         norms = torch.stack(torch._foreach_norm(shards, 2, wide)).to(device, torch.float64)
-        squares += norms.square().sum() / replicas  # each of n replicas of a shard counts 1/n of its square
+        squares += norms.square().sum() / replicas  # n ranks have the same shard: each adds 1/n of its square
     dist.all_reduce(squares)
     return squares.sqrt()
 
 
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor | float) -> None:
-    """Multiply every gradient by a scalar, shard by shard."""
+    """Multiply this rank's shards of all gradients by a scalar, in place."""
     local = [local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None]
     torch._foreach_mul_(local, factor.to(local[0].device) if isinstance(factor, Tensor) else factor)
 
@@ -88,18 +85,16 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 
 
 def scales_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer's step itself scales gradients and skips updates, by two scalars on the device."""
+    """Return whether an optimizer's `step` itself scales gradients and skips updates, by grad_scale and found_inf.
+    Weights in float64 give False, since the fused step would round the factor to float32."""
     in_float64 = optimizer.param_groups[0]["params"][0].dtype == torch.float64
     return getattr(optimizer, "_step_supports_amp_scaling", False) and not in_float64
 
 
 def clipped_step(optimizer: torch.optim.Optimizer, factor: Tensor, finite: Tensor) -> None:
-    """Take an optimizer step on gradients multiplied by `factor`, or none unless `finite`.
-
-    Both are scalars that all ranks have computed alike. A fused or low-bit optimizer reads them on the device, as it
-    would a gradient scaler's: there is no pass over the gradients, and the host does not wait. The host waits in
-    float64, since the fused step would round the factor to float32, and with the other implementations of Adam.
-    """
+    """Take an optimizer step on gradients multiplied by `factor` if `finite`: two scalars on the device, the same on
+    all ranks. A fused or low-bit optimizer reads the scalars on the device, in its own pass over the gradients. With
+    other optimizers, and in float64, the host waits for `finite`, and another pass multiplies the gradients."""
     if scales_gradients(optimizer):
         device = optimizer.param_groups[0]["params"][0].device
         optimizer.grad_scale = (1 / factor).to(device, torch.float32)

@@ -1,14 +1,14 @@
-"""The program of each rank of `titanlite train`, and of train.py in a clone."""
+"""The program that each rank of `titanlite train` runs. train.py in a clone runs it under torchrun."""
 
 import sys
 
 from titanlite.launch.safe_path import leave_working_directory
 
 if __name__ == "__main__":
-    leave_working_directory()  # before the imports below could find something there
+    leave_working_directory()  # modules in the working directory could shadow the imports below
     from titanlite.launch.process import start_rank
 
-    start_rank()  # before the imports of the training, which take seconds
+    start_rank()  # signal handlers and logs must exist before the imports below, which take seconds
     from titanlite.train import main
 
     main(sys.argv[1:])

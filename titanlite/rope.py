@@ -1,5 +1,5 @@
 """Rotary position embedding (RoPE, arXiv:2104.09864) on R of a head's K channels, with scaling for long sequences.
-Shapes: B batch, T sequence, H heads."""
+Shapes: B batch, T sequence, H heads, K head_dim, R rotated channels."""
 
 import math
 
@@ -10,14 +10,13 @@ from titanlite.config.schema import Model
 
 
 def rope_frequencies(model: Model, length: int) -> Tensor:
-    """Return the angular frequency of each rotated pair of channels, radians per position, [R/2] in float64, for
-    sequences of `length` tokens.
+    """Return the angular frequency of each rotated pair of channels, radians per position, [R/2] in float64.
 
-    A rope_scaling_factor > 1 stretches wavelengths. "linear": all of them. "llama3": those longer than
-    rope_original_seq_len / rope_low_freq_factor; those shorter than rope_original_seq_len / rope_high_freq_factor stay,
-    and those between are blended (Llama 3.1 model card and reference code). "yarn" (arXiv:2309.00071): as llama3, with
-    rope_beta_slow and rope_beta_fast as the bounds; a pair between them is blended by its index, not its wavelength.
-    "longrope" (arXiv:2402.13753): each pair has a factor of its own, another one in longer sequences.
+    A rope_scaling_factor > 1 stretches wavelengths. "linear" stretches all. "llama3" stretches wavelengths above
+    rope_original_seq_len / rope_low_freq_factor, keeps wavelengths below rope_original_seq_len / rope_high_freq_factor,
+    and blends between (Llama 3.1 model card and reference code). "yarn" (arXiv:2309.00071) is "llama3" with the
+    factors rope_beta_slow and rope_beta_fast, but blends by a pair's index, not its wavelength. "longrope"
+    (arXiv:2402.13753) has a factor for each pair: another for sequences (`length`) above rope_original_seq_len.
     """
     dim, scaling = model.rope_dim, model.rope_scaling_factor
     frequency = model.rope_theta ** -(torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim)
@@ -32,16 +31,16 @@ def rope_frequencies(model: Model, length: int) -> Tensor:
         unscaled = 1 - _yarn_ramp(model)
     else:
         low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
-        periods = model.rope_original_seq_len * frequency / (2 * math.pi)  # periods per original sequence
+        periods = model.rope_original_seq_len * frequency / (2 * math.pi)  # periods in rope_original_seq_len tokens
         unscaled = ((periods - low) / (high - low)).clamp(0, 1)
     return frequency * (unscaled + (1 - unscaled) / scaling)
 
 
 def _yarn_ramp(model: Model) -> Tensor:
-    """Return how far each pair of channels is stretched under YaRN, from 0 to 1, [R/2] in float64. The ramp begins and
-    ends at whole numbers of pairs, as in the paper's code, unless rope_yarn_truncate = false."""
+    """Return how far YaRN stretches each pair of channels, from 0 to 1, [R/2] in float64. The ramp begins and ends at
+    whole indices of pairs, as in the paper's code, unless rope_yarn_truncate = false."""
 
-    def pair_with(periods: float) -> float:  # periods per original sequence; the result may be a fraction
+    def pair_with(periods: float) -> float:  # fractional index of the pair with `periods` in rope_original_seq_len
         wavelength = model.rope_original_seq_len / periods
         return model.rope_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(model.rope_theta))
 
@@ -53,8 +52,8 @@ def _yarn_ramp(model: Model) -> Tensor:
 
 
 def rope_magnitude(model: Model) -> float:
-    """Return the factor on rotated queries and keys, which YaRN (section 3.4 of its paper) and LongRoPE scale so that
-    attention over more tokens is as sharp as before."""
+    """Return the factor by which YaRN (arXiv:2309.00071, section 3.4) and LongRoPE scale rotated queries and keys, so
+    that attention over longer sequences stays as sharp; 1 for other types of scaling."""
     if model.rope_scaling_factor == 1 or model.rope_scaling_type not in ("yarn", "longrope"):
         return 1.0
     if model.rope_attention_factor != -1:
@@ -66,9 +65,8 @@ def rope_magnitude(model: Model) -> float:
 
 
 def rope_table(model: Model, length: int, dtype: torch.dtype, angle_dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return cos and sin of position * frequency, times the magnitude, [length, K/2, 2]; 1 and 0 for the channels
-    without rotary embedding, behind the others. Angles are computed in float64: positions in the millions have no
-    accurate sine in float32. The table is in float32, or in float64 for a float64 model."""
+    """Return cos and sin of position * frequency, times rope_magnitude, [length, K/2, 2], in float32 or better.
+    Unrotated channels come last: cos 1, sin 0. In float32, a sine of positions in the millions would be inaccurate."""
     frequencies, magnitude = rope_frequencies(model, length).to(angle_dtype), rope_magnitude(model)
     angles = torch.outer(torch.arange(length, dtype=angle_dtype, device="cpu"), frequencies)
     table = magnitude * torch.stack((angles.cos(), angles.sin()), dim=-1)
@@ -78,12 +76,12 @@ def rope_table(model: Model, length: int, dtype: torch.dtype, angle_dtype: torch
 
 def apply_rotary_emb(x_BTHK: Tensor, rope_TK2: Tensor) -> Tensor:
     """Rotate each pair of neighbouring channels of queries or keys by its position's angle, in float32 or better.
-    `rope_TK2` is cos and sin, [T, K/2, 2], or [B, T, K/2, 2] where positions differ between sequences."""
+    `rope_TK2` contains cos and sin: [T, K/2, 2], or [B, T, K/2, 2] if positions differ between sequences."""
     pairs = x_BTHK.to(torch.promote_types(x_BTHK.dtype, torch.float32)).unflatten(-1, (-1, 2))
     cos_sin = rope_TK2.unsqueeze(-3)
-    if torch.compiler.is_compiling():  # inductor lacks complex kernels, and fuses these operators into one
+    if torch.compiler.is_compiling():  # inductor has no complex kernels, but fuses these real operators into one
         (cos, sin), signs = cos_sin.unsqueeze(-1).unbind(-2), 2 * torch.arange(2, device=pairs.device) - 1
         rotated = pairs * cos + pairs.flip(-1) * (sin * signs)
-    else:  # one pass over memory instead of seven
+    else:  # the complex product is one pass over memory; in eager mode the operators above are seven
         rotated = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.view_as_complex(cos_sin))
     return rotated.flatten(-2).to(x_BTHK.dtype)

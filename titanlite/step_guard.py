@@ -1,8 +1,6 @@
-"""Whether an update may be taken: losses and gradients that are not finite, the loss scale of float16, and outliers.
-
-All three are decided on the device, alike on all ranks, so that the host need not wait for a step before it queues the
-optimizer's. What is said about a step that was not taken is decided on the host, after its numbers were read.
-"""
+"""Skip updates whose loss or gradients are not finite or are outliers, and adapt the loss scale of float16. The device
+decides whether to take an update, alike on all ranks, so that the host can queue the optimizer step without waiting.
+The host reports a skipped update later, when it has read the loss and the gradient norm."""
 
 import math
 from typing import Any, Protocol
@@ -17,23 +15,23 @@ from titanlite.train_step import Totals
 
 
 class Confirming(Protocol):
-    """The checkpoints of a run, as the guard sees them."""
+    """The methods of a run's checkpoints that StepGuard calls."""
 
     def confirm(self, step: int) -> None:
-        """Record that a step was finite, which makes checkpoints of earlier steps good."""
+        """Record that the loss of a step was finite, which makes checkpoints of earlier steps good."""
 
     def after_divergence(self) -> str:
-        """Set aside the checkpoints whose weights gave no finite step, and return words for the error's message."""
+        """Set aside the checkpoints whose weights gave no finite loss, and return text for the error message."""
 
 
 class Owner(Protocol):
-    """Has a part of a checkpoint's state."""
+    """An object whose state a checkpoint stores in state.json."""
 
     def state(self) -> dict[str, Any]:
-        """Return the part, plain JSON under its key."""
+        """Return the object's state as plain JSON, under one key."""
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint's state. Raises ConfigError for a damaged part."""
+        """Restore the object from the state of a checkpoint. Raises ConfigError if the entry is damaged."""
 
 
 class LossScale(Owner, Protocol):
@@ -42,45 +40,45 @@ class LossScale(Owner, Protocol):
     value: float
 
     def update(self, *, overflowed: bool) -> None:
-        """Adapt the loss scale after a step. `overflowed`: its gradients were not finite."""
+        """Adapt the loss scale after a step. `overflowed`: the step's gradients were not finite."""
 
 
 class OutlierSteps(Owner, Protocol):
-    """Skips steps of far larger gradient norms than recent ones have (techniques/outlier_steps.py)."""
+    """Skips steps whose gradient norm is far above recent gradient norms (techniques/outlier_steps.py)."""
 
     n_skipped: int
     message: str
 
     def taken(self, norm: Tensor, finite: Tensor) -> Tensor:
-        """Return whether to take a step, a scalar on the device."""
+        """Return whether to take an update, as a scalar on the device."""
 
     def skipped(self, norm: float) -> bool:
-        """Return whether the last step was skipped."""
+        """Return whether the last update was skipped as an outlier."""
 
 
 class StepGuard:
-    """Decides which updates are taken, and counts and reports the others. Every rank must make the same calls."""
+    """Decides which updates are taken; counts and reports skipped updates. Every rank must make the same calls."""
 
     def __init__(self, n_allowed: int, loss_scale: LossScale | None = None, outliers: OutlierSteps | None = None):
         self.n_allowed, self.n_nonfinite = n_allowed, 0
-        """How many steps may have no finite loss and gradient norm, and how many had none."""
+        """The numbers of steps without a finite loss and gradient norm that are allowed, and that have occurred."""
         self.last_loss = 0.0
         self._loss_scale, self._outliers = loss_scale, outliers
 
     @property
     def loss_scale(self) -> float:
-        """Factor on the loss in the backward of the next step."""
+        """Return the factor on the loss in the next backward."""
         return self._loss_scale.value if self._loss_scale else 1.0
 
     def taken(self, totals: Totals) -> Tensor:
-        """Return whether the update of a step is to be taken, a scalar on the device: the host does not wait for it."""
+        """Return whether to take the update of a step, as a scalar on the device: the host does not wait."""
         finite = totals.numbers.isfinite().all()
         return self._outliers.taken(totals.norm, finite) if self._outliers else finite
 
     def settle(self, step: int, loss: float, norm: float, own_loss_sum: Tensor, checkpoints: Confirming) -> None:
-        """Count a step by its loss and gradient norm, and report one that was not taken; `own_loss_sum`, this rank's
-        sum of token losses, names the ranks without a finite loss. Raises TrainingError if more steps than
-        training.nonfinite_steps_allowed have no finite loss and norm, or a full window of steps were outliers."""
+        """Record a step's loss and gradient norm, and print a line if the update was skipped. `own_loss_sum`: the sum
+        of this rank's token losses, which tells the ranks without a finite loss. Raises TrainingError if more steps
+        than training.nonfinite_steps_allowed have no finite loss and norm, or a full window of steps were outliers."""
         scale = self._loss_scale
         overflowed = scale is not None and math.isfinite(loss) and not math.isfinite(norm)
         if overflowed and scale.value > 1:
@@ -102,31 +100,29 @@ class StepGuard:
         self.last_loss = loss
 
     def metrics(self) -> dict[str, float]:
-        """Return values by tag."""
         return {"skipped_steps": self._outliers.n_skipped} if self._outliers else {}
 
     def state(self) -> dict[str, Any]:
-        """Return plain JSON for a checkpoint."""
         state: dict[str, Any] = {"skipped": self.n_nonfinite}
         for owner in filter(None, (self._loss_scale, self._outliers)):
             state |= owner.state()
         return state
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint's state; if it is empty, begin. Raises ConfigError for a damaged part."""
+        """Restore the state of a checkpoint; {} for a new run. Raises ConfigError if the state is damaged."""
         self.n_nonfinite = state.get("skipped", 0)
         for owner in filter(None, (self._loss_scale, self._outliers)):
             owner.load(state)
 
     def report_divergence(self, vocab_size: int) -> None:
-        """Print a line if the last loss is worse than a uniform guess."""
-        if not self.last_loss <= (limit := math.log(vocab_size) + 1):  # a nan loss is reported, too
+        """Print a line if the last loss is more than 1 nat above that of a uniform guess, or nan."""
+        if not self.last_loss <= (limit := math.log(vocab_size) + 1):  # `not <=` is also true for nan
             above = f"is above {limit:.4g}, 1 more than a uniform guess has: it has diverged"
             log_rank0(f"the last loss, {self.last_loss:,.4g}, {above}")
 
 
 def explain_nonfinite(step: int, loss: float, norm: float, own_loss_sum: Tensor) -> str:
-    """Return which value of a step is not finite, and on which ranks. Every rank must call it."""
+    """Return a sentence that tells which value of a step is not finite, and on which ranks. Every rank must call it."""
     sums = [torch.empty_like(own_loss_sum) for _ in range(dist.get_world_size())]
     dist.all_gather(sums, own_loss_sum)
     ranks = [str(rank) for rank, value in enumerate(sums) if not math.isfinite(value.item())]

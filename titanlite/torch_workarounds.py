@@ -1,5 +1,5 @@
-"""Workarounds for faults and gaps of torch: a function or class for each, with the versions of torch that have it,
-what goes wrong without it, and when to remove it. config/torch_versions.py rejects what old versions cannot do."""
+"""Workarounds for faults of torch, one function or class per fault. Each docstring names the faulty versions, what goes
+wrong, and when to remove the workaround. config/torch_versions.py rejects options that an old torch cannot run."""
 
 import contextlib
 import functools
@@ -18,10 +18,10 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 @functools.cache
 def backend_without_random_states(name: str) -> Callable[..., Any]:
-    """Return a backend of torch.compile that takes nothing to be random. Without it attention is, for a dropout that is
-    not there. On a CPU, 2.12 and 2.13 save its random state after a DTensor's mesh, where they expect no tensor, and
-    with TP recomputed blocks fail. Remove when 2.14 is required. Private: partitioners.has_recomputable_rng_ops (tried
-    on 2.11 to 2.15) and torch._dynamo.lookup_backend (tried on 2.13)."""
+    """Return the torch.compile backend `name`, changed to take all operators as deterministic. Torch takes attention as
+    random even without dropout: on a CPU, recomputed blocks fail under TP, since 2.12 and 2.13 save a random state
+    behind a DTensor's mesh, where they expect no tensor. Remove when 2.14 is required. Private:
+    partitioners.has_recomputable_rng_ops (tried on 2.11 to 2.15), torch._dynamo.lookup_backend (tried on 2.13)."""
     from torch._functorch import partitioners  # imported here, since most runs compile nothing
 
     backend = torch._dynamo.lookup_backend(name)
@@ -37,8 +37,8 @@ def backend_without_random_states(name: str) -> Callable[..., Any]:
 
 
 def checkpointed_half(recompute: Callable[..., Any], attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that recomputes another, with code that no other such function has. 2.11 takes what it compiled
-    for one function's code for another's. Remove when 2.12 is required."""
+    """Return a function that recomputes `attend`. The code object of this function differs from all others, since torch
+    2.11 confuses compiled functions that share a code object. Remove when 2.12 is required."""
 
     def checkpointed_attend(*args: Any) -> Any:
         return recompute(attend, *args)
@@ -47,13 +47,12 @@ def checkpointed_half(recompute: Callable[..., Any], attend: Callable[..., Any])
 
 
 class NothingToReduce:
-    """Stands for the reduce-scatter of one rank, where fully_shard copies the gradients from a buffer to another. It
-    takes both from here in turn, and gets the same one twice, so that there is nothing to copy.
+    """Replaces the reduce-scatter on one rank, for which fully_shard copies gradients from an input buffer to an output
+    buffer: `allocate` returns the same buffer for both, so that no copy is made.
 
-    fully_shard asks for the input on the compute stream, whose allocator then owns the buffer, and for the output on
-    the reduce-scatter stream. It lets go of the buffer before that stream has read it (2.11 and 2.13), so the allocator
-    is told of that stream, or the compute stream could overwrite gradients before they are accumulated. Remove when
-    fully_shard copies nothing on one rank.
+    fully_shard allocates the input on the compute stream and the output on the reduce-scatter stream, and frees the
+    input before the reduce-scatter stream has read it (2.11 and 2.13). `record_stream` keeps the compute stream from
+    overwriting the gradients too early. Remove when fully_shard copies nothing on one rank.
     """
 
     buffer: Tensor | None = None
@@ -69,9 +68,9 @@ class NothingToReduce:
 
 
 def gather_with(block: nn.Module, module: nn.Module) -> None:
-    """Have FSDP gather the weights of a module of a block before the block. Before the module, activation checkpointing
-    would run FSDP's operators again, and the compiler would see them. Remove when fully_shard has an option for it.
-    Private: the handles of a module's two hooks (tried on 2.11 and 2.13)."""
+    """Have FSDP gather the weights of `module`, a part of `block`, before the block's forward. If FSDP gathered weights
+    inside the block, activation checkpointing would run FSDP's operators again, and the compiler would see them. Remove
+    when fully_shard has an option for it. Private: the handles of a module's two hooks (tried on 2.11 and 2.13)."""
     state = module._get_fsdp_state()
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
@@ -80,44 +79,44 @@ def gather_with(block: nn.Module, module: nn.Module) -> None:
 
 
 def look_up(module: nn.Module, mesh: DeviceMesh, tokens_N: Tensor) -> Tensor:
-    """Return the embeddings of this rank's shard of the sequence. Each rank looks up the tokens of its own shard of the
-    vocabulary, and the sums over ranks are scattered over the sequence. RowwiseParallel does the same, but its backward
-    allocates the gradient of the full vocabulary on each rank (2.11 to 2.15). Remove when it does not."""
+    """Return the embeddings of this rank's shard of the sequence. Each rank looks up the tokens in its shard of the
+    vocabulary, and a reduce-scatter over the sequence sums the results. RowwiseParallel gives equal results, but its
+    backward allocates the gradient of the full vocabulary on each rank (2.11 to 2.15). Remove when torch fixes this."""
     weight_VD = module.weight.to_local()
-    local_N = tokens_N - mesh.get_local_rank() * len(weight_VD)  # index in this rank's shard
+    local_N = tokens_N - mesh.get_local_rank() * len(weight_VD)  # row of each token in this rank's shard
     is_local_N = (local_N >= 0) & (local_N < len(weight_VD))
     x_ND = F.embedding(local_N.where(is_local_N, 0), weight_VD).where(is_local_N.unsqueeze(-1), 0)
     return DTensor.from_local(x_ND, mesh, [Partial()]).redistribute(placements=[Shard(0)]).to_local()
 
 
 def ignore_warnings_of_views() -> None:
-    """Hide that fully_shard warns of each module whose output is a view, as in-place operations on it would lose a hook
-    (2.11 to 2.15). Outputs of parallelized modules are views of DTensors, and the model has no in-place operation.
-    Remove when torch warns of the operation."""
+    """Hide fully_shard's warnings about modules whose output is a view (2.11 to 2.15). In-place operations on a view
+    would lose FSDP's hook, but this model has none; outputs of parallelized modules are views of DTensors. Remove when
+    torch warns of the in-place operation instead."""
     warnings.filterwarnings("ignore", message=".* returned a view tensor", category=UserWarning)
 
 
 def open_communicator(group: dist.ProcessGroup, zero: Tensor) -> None:
-    """Have NCCL make the communicator of a pipeline's group. 2.13 makes it in mid-run, when the first message is sent.
-    Remove when the schedule does it."""
+    """Have NCCL create the communicator of a pipeline's group now. Torch 2.13 creates the communicator when the first
+    message is sent. Remove when the pipeline schedule opens the communicator."""
     dist.all_reduce(zero, group=group)
 
 
 def round_casts_as_eager(enabled: bool) -> None:
-    """Have inductor round values that it casts again in a backward, or products of float8 with a scale per row can be
-    NaN (pytorch 150859). Remove when that issue is closed."""
+    """Have inductor round values as eager code does when the backward casts them again: otherwise, float8 products with
+    a scale per row can be NaN. Remove when issue 150859 of pytorch is closed."""
     from torch._inductor import config  # imported here, since most runs compile nothing
 
     config.emulate_precision_casts = enabled
 
 
 def eager_on_cpu(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Return a context without compiled code on a CPU, where inductor's code for the step of 8-bit Adam crashes the
-    process (2.13, torchao 0.18). Remove when it does not."""
+    """Return a context that runs compiled functions eagerly on a CPU, where inductor's code for the step of 8-bit Adam
+    crashes the process (2.13, torchao 0.18). Remove when the code no longer crashes."""
     return torch.compiler.set_stance("force_eager") if device.type == "cpu" else contextlib.nullcontext()
 
 
 def forget_meshes() -> None:
-    """Clear DTensor's cache (private; 2.13), which would keep process groups after their end, with files and threads.
-    Remove when destroy_process_group does it."""
+    """Clear DTensor's cache (private; 2.13), which keeps destroyed process groups alive, with their files and threads.
+    Remove when destroy_process_group clears the cache."""
     _clear_sharding_prop_cache()

@@ -1,12 +1,12 @@
 """Train a model, top to bottom: config, mesh, data, model, loop.
 
     titanlite train CONFIG [--section.key=value ...]             as many ranks on this node as the config asks for
-    ./run_train.sh CONFIG.toml [--section.key=value ...]         the same, from a checkout
+    ./run_train.sh CONFIG.toml [--section.key=value ...]         titanlite train, from a checkout
     torchrun --nproc-per-node=N train.py CONFIG.toml [...]       N ranks
     python train.py CONFIG.toml [...]                            one rank
 
-Exit status: 0 done, or asked to stop and saved (launch/process.py has the signals); 2 the config, the launch, the
-data or the checkpoint is wrong (one line per problem); 1 anything else.
+Exit status: 0 after the last step, or after a stop signal (launch/process.py) and a save; 2 if the config, the launch,
+the data or the checkpoint is wrong (one line per problem on stderr); 1 after any other error.
 """
 
 import functools
@@ -39,14 +39,13 @@ from titanlite.train_step import TrainStep
 
 
 def train(config: Config, launch: Launch, signals: process.Signals) -> dict[str, float]:
-    """Train to the last step, or to the end of the step during which some rank was asked to stop, and return that
-    step's metrics. Raises ConfigError if the data or the checkpoint does not fit the config, and TrainingError if more
-    steps than training.nonfinite_steps_allowed have no finite loss and gradient norm, or no checkpoint can be written.
-    """
+    """Train to the last step, or to the end of the step during which some rank was asked to stop. Return the metrics of
+    the last step. Raises ConfigError if the data or the checkpoint does not fit the config, TrainingError if more steps
+    than training.nonfinite_steps_allowed have no finite loss and norm, or if a checkpoint cannot be written."""
     device = device_of(launch)
     build.set_seed(config.debug, launch.rank)
 
-    # Build the run. Only build.py knows which techniques a config asks for; nothing below asks again.
+    # Build the run. Only build.py knows which techniques a config asks for.
     mark("building the run")
     layout = mesh.build_layout(config.parallelism, device)
     data = build.build_data(config, builds_cache=launch.local_rank == 0)
@@ -57,12 +56,12 @@ def train(config: Config, launch: Launch, signals: process.Signals) -> dict[str,
     run = build.Run(config, layout, device, model, stages, optimizer, data, signals)
     groups = build.build_groups(run)
     train_step = build.build_train_step(run, groups)
-    set_timeout(device, config.comm.init_timeout_seconds)  # new groups begin with torch's default timeout
+    set_timeout(device, config.comm.init_timeout_seconds)  # torch gives a new process group its default timeout
     guard, sizes = build.build_guard(config.training, device), build.parameter_sizes(config)
     meter, logger = build.build_metrics(config, launch, device, sizes)
     log_rank0(run_summary(config, sum(sizes.values()), data.train, data.validation, meter.peak.source))
 
-    # Resume from the newest checkpoint, or begin with given weights, or with the initial ones.
+    # Load the newest checkpoint; without one, load checkpoint.initial_load_path or leave the initial weights.
     checkpoints = build.build_checkpoints(run)
     saved = checkpoints.begin(config.model, config.debug.seed)
     guard.load(saved)
@@ -86,13 +85,13 @@ def train(config: Config, launch: Launch, signals: process.Signals) -> dict[str,
             mark(COMPILES)
             with progress(f"step {step}: compiling", enabled=is_first and launch.rank == 0 and config.compile.enable):
                 loss_sum, valid = train_step.gradients(step, batches, guard.loss_scale)
-            if not is_first:  # ranks wait here in the first step for others that compile: no hang
+            if not is_first:  # a rank that has compiled may wait below for other ranks
                 mark("updating the weights")
 
-            # One small all-reduce tells every rank the loss and whether some rank was asked to stop or to save. All
-            # take the update, or none does. Numbers are read after it, so that the device need not wait.
+            # One small all-reduce tells every rank the loss and whether some rank was asked to stop or to save. Either
+            # all ranks take the update or none does. The host reads the loss later, so that the device need not wait.
             totals = groups.totals(loss_sum, valid, parameters, signals, *loader.step_counts)
-            if totals is None:  # a replica group was lost: the same step again, without it
+            if totals is None:  # a replica group was lost: the other groups repeat this step
                 optimizer.zero_grad()
                 loader.take_back(batches)
                 continue
@@ -142,7 +141,7 @@ def train(config: Config, launch: Launch, signals: process.Signals) -> dict[str,
 def loss_after_training(
     step: int, loader: Loader, train_step: TrainStep, optimizer: torch.optim.Optimizer, loss_scale: float
 ) -> float:
-    """Return the loss of the next batch, as a step would compute it, without an update. Every rank must call it."""
+    """Return the loss of the next batch as a training step computes it, without an update. Every rank must call it."""
     loss_sum, valid = train_step.gradients(step, loader.next(), loss_scale, is_test=True)
     optimizer.zero_grad()
     dist.all_reduce(loss_sum)
@@ -150,11 +149,12 @@ def loss_after_training(
 
 
 def claim_folders(config: Config, launch: Launch, origins: dict[str, str], lost: Callable[[str], None]) -> None:
-    """Check the folders that a run reads and writes, and keep other runs out; see `lock_run`. Raises ConfigError."""
+    """Check the folders that a run reads and writes, and lock them against other runs. If another run takes the lock
+    over, `lost` is called with a message. Raises ConfigError if a folder cannot be used or another run has it."""
     folders = folders_of_run(config.job, config.checkpoint, config.metrics, config.profiling)
     if launch.local_rank == 0:
         if config.checkpoint.initial_load_path != SEEDED:
-            from titanlite.checkpoint.initial_weights import check_initial_weights  # here, as few runs need it
+            from titanlite.checkpoint.initial_weights import check_initial_weights  # imported here: few runs need it
 
             check_initial_weights(config.job, config.checkpoint, config.model, origins)
         check_writable(folders)
@@ -163,7 +163,7 @@ def claim_folders(config: Config, launch: Launch, origins: dict[str, str], lost:
 
 
 def export_weights(config: Config, launch: Launch) -> None:
-    """Write the last step as a Hugging Face folder if the config asks for it. The other ranks need not wait."""
+    """Write the last step as a Hugging Face folder if checkpoint.last_save_in_hf. Only rank 0 does anything."""
     if config.checkpoint.last_save_in_hf and launch.rank == 0:
         from titanlite.checkpoint.export import export_last_step
 
@@ -171,7 +171,7 @@ def export_weights(config: Config, launch: Launch) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Run one rank, as the launcher or torchrun starts it, and end its process with the exit status."""
+    """Run one rank, which the launcher or torchrun has started, and end its process with the exit status."""
     if "--help" in argv or "-h" in argv:
         print(USAGE)
         return
@@ -188,7 +188,7 @@ def main(argv: list[str]) -> None:
                 train(config, launch, process.signals)
         export_weights(config, launch)
     except Exception as error:
-        from titanlite.metrics.out_of_memory import explain_out_of_memory  # imported here, since most runs do without
+        from titanlite.metrics.out_of_memory import explain_out_of_memory  # imported here: only a failed run needs it
 
         fail(explain_out_of_memory(error), rank)
     process.exit_process(0)

@@ -1,7 +1,5 @@
-"""One optimizer step (gradients, sums over ranks, update), and the loss of a validation, without gradients.
-
-Training, the parity tests, the tests of replica groups and the planner run this same code.
-"""
+"""One optimizer step (gradients, sums over ranks, update), and the validation loss, without gradients. Training, parity
+tests, tests of replica groups and the planner all run this file's code."""
 
 import dataclasses
 import math
@@ -25,7 +23,7 @@ class Runner(Protocol):
     """Runs a model, or the stages of a pipeline: a SingleStageRunner or a PipelineRunner."""
 
     def prepare(self, batch: Batch) -> None:
-        """Do what must precede the first step, with one of its batches. Later calls, and a single stage, do nothing."""
+        """Before the first step, compile the stages of a pipeline with one batch. Later calls do nothing."""
 
     def forward_backward(self, batch: Batch, valid: Tensor) -> Tensor:
         """Add the gradient of (sum of this batch's token losses) / valid to the parameters, and return the sum."""
@@ -35,40 +33,38 @@ class Runner(Protocol):
 
 
 class SingleStageRunner(Runner):
-    """Runs a model that is not split into pipeline stages, as PipelineRunner runs one that is."""
+    """Runs a model that is not split into pipeline stages."""
 
     def __init__(self, model: nn.Module):
         self.model = model
 
     def forward_backward(self, batch: Batch, valid: Tensor) -> Tensor:
-        """Add the gradient of (sum of this batch's token losses) / valid to the parameters, and return the sum."""
         loss = self.forward(batch)
         (loss / valid).backward()
         return loss.detach()
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the sum of the token losses."""
         return self.model(batch.tokens, **batch.inputs())
 
 
 class Totals(NamedTuple):
-    """The numbers of a step that all ranks know once its gradients are summed, on the device."""
+    """A step's numbers, the same on every rank, on the device."""
 
     numbers: Tensor
-    """The mean loss, the gradient norm, how many ranks were asked to stop and to save, sums of counts: float64."""
+    """Float64: the mean loss, the gradient norm, how many ranks were asked to stop and to save, and sums of counts."""
 
     @property
     def norm(self) -> Tensor:
         return self.numbers[1]
 
     def read(self) -> list[float]:
-        """Return the numbers. The host waits here for the device, and in a step that is not logged nowhere else."""
+        """Return `numbers` to the host. In a step without logging, the host waits for the device only here."""
         return self.numbers.tolist()
 
 
 def sum_over_ranks(loss_sum: Tensor, signals: Signals, *counts: float) -> Tensor:
-    """Return sums over all ranks, [3 + counts]: of `loss_sum`, the number of ranks that were asked to stop, the number
-    that were asked to save, and each of `counts`."""
+    """Return four or more sums over all ranks, [3 + number of counts]: of the losses, of the ranks that were asked to
+    stop, of the ranks that were asked to save, and of each of `counts`."""
     others = [torch.full_like(loss_sum, each) for each in (signals.stopping, signals.asked_to_save, *counts)]
     sums = torch.stack([loss_sum, *others])
     dist.all_reduce(sums)
@@ -76,70 +72,70 @@ def sum_over_ranks(loss_sum: Tensor, signals: Signals, *counts: float) -> Tensor
 
 
 class SavedState(Protocol):
-    """The state of a run that a checkpoint stores beside tensors: a RunState."""
+    """The methods of RunState, the state of a run that a checkpoint stores beside tensors."""
 
     def save(self) -> dict[str, Any]:
-        """Return the state as plain JSON. Every rank must call it."""
+        """Return the run's state as plain JSON. Every rank must call it."""
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from the state of another replica group."""
+        """Continue from a state that another replica group has saved."""
 
 
 class OneGroup:
-    """Yields the steps and sums over ranks, where all ranks are one group. A run whose groups may fail has Replicas
-    instead (techniques/replicas/)."""
+    """Yields the steps and sums over ranks for a run whose ranks are one group. A run of replica groups, which may
+    fail, uses Replicas instead (techniques/replicas/)."""
 
     def begin(
         self, last_step: int, saved: Mapping[str, Any], state: SavedState, abandon: Callable[[int], None]
     ) -> None:
-        """Begin after a step, before `steps`. `saved`: the state of that step's checkpoint, empty without one; `state`:
-        what another group may need; `abandon`: removes what steps after one have logged, if the group leaves them."""
+        """Begin after `last_step`, before `steps` is called. `saved`: the state in that step's checkpoint, or {}.
+        Replica groups use `state` to exchange the run's state, and `abandon(step)` to remove metrics of later steps."""
 
     def steps(self, last_step: int, last: int) -> Iterable[int]:
         """Yield the number of each step from `last_step` + 1 to `last`."""
         return range(last_step + 1, last + 1)
 
     def count(self, valid: Tensor) -> None:
-        """Sum a step's number of tokens over the groups, in place."""
+        """Sum a step's number of valid tokens over the replica groups, in place."""
 
     def totals(
         self, loss_sum: Tensor, valid: Tensor, parameters: Iterable[nn.Parameter], signals: Signals, *counts: float
     ) -> Totals | None:
-        """Sum over all ranks this rank's token losses, the gradients of its parameters, whether it was asked to stop or
-        to save, and `counts`. `valid`: the global number of valid tokens. Return None if a group was lost, so that the
-        step has to be taken again. Every rank must call it."""
+        """Return the mean loss, the gradient norm, the numbers of ranks asked to stop or to save, and the sums of
+        `counts`, over all ranks. `valid`: the global number of valid tokens. Return None if a replica group was lost:
+        the step must be repeated. Every rank must call it."""
         norm = gradient_norm(parameters, loss_sum.device)
         loss, *others = sum_over_ranks(loss_sum, signals, *counts)
         return Totals(torch.stack([loss / valid, norm, *others]))
 
     def final_step(self, step: int) -> int:
-        """Return the step whose weights the run ends with, once it has taken `step`."""
+        """Return the step of the weights with which a run ends after `step`."""
         return step
 
     def metrics(self) -> dict[str, float]:
-        """Return values of the last step by tag."""
+        """Return metrics of the last step by tag."""
         return {}
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the groups that a checkpoint stores, as plain JSON."""
+        """Return the state of the replica groups for a checkpoint, as plain JSON."""
         return {}
 
 
 class Observer:
-    """Sees the steps of a run and may end it by an exception. It must not change a number that a step computes."""
+    """Observes the steps of a run. An observer may raise to end the run, but must not change what a step computes."""
 
     def before_backward(self, step: int) -> None:
-        """See that a step begins."""
+        """Called before the forward of each step."""
 
     def after_backward(self, step: int, batches: list[Batch], loss_sum: Tensor, *, is_test: bool) -> None:
-        """See what the forward and backward of a step have computed, with the gradients in the parameters. `loss_sum`:
-        the sum of this rank's token losses; `is_test`: the weights are tested after a run, and no update follows."""
+        """Called after each backward, while the parameters have gradients. `loss_sum`: the sum of this rank's token
+        losses. `is_test`: the final weights are tested on one more batch, and no update follows."""
 
     def after_validation(self, step: int) -> None:
-        """Note that a validation has ended."""
+        """Called after each validation, with the step of its weights."""
 
     def metrics(self) -> dict[str, float]:
-        """Return values by tag since the last call. Every rank must call it."""
+        """Return the observer's metrics since the last call, by tag. Every rank must call it."""
         return {}
 
 
@@ -147,13 +143,13 @@ class Balance(Protocol):
     """Balances the load of experts (techniques/moe/balance.py)."""
 
     def begin_step(self, loss_scale: float) -> None:
-        """Forget the loads of the step before. The backward passes of this one multiply losses by `loss_scale`."""
+        """Set the loads of all experts to 0. `loss_scale`: the factor on losses in the next step's backward passes."""
 
     def update(self, taken: Tensor) -> None:
-        """Adjust the routers by the load of the step that has just ended; `taken`: whether its update was taken."""
+        """Adjust the routers by the loads of the last step. `taken`: whether the step's update was taken."""
 
     def metrics(self) -> dict[str, Any]:
-        """Return values of the last step by tag."""
+        """Return metrics of the last step by tag."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,24 +157,23 @@ class TrainStep:
     """Computes losses, gradients and updates on one rank."""
 
     model: nn.Module
-    """All modules that this rank has."""
+    """All modules of this rank."""
     runner: Runner
     parallelism: Parallelism
     device: torch.device
     contributes_loss: bool
-    """Whether this rank's tokens and losses count. Only one of the ranks that work on the same tokens contributes."""
+    """Whether sums include this rank's tokens and losses: true for one of the ranks that work on the same tokens."""
     max_norm: float
-    """Gradients are clipped to this norm."""
+    """The global gradient norm to which gradients are clipped."""
     balance: Balance | None = None
-    """The LoadBalance of a model with experts; None for any other."""
+    """Balances the load of experts; None for a model without experts."""
     groups: OneGroup = dataclasses.field(default_factory=OneGroup)
     observers: list[Observer] = dataclasses.field(default_factory=list)
 
     def gradients(
         self, step: int, batches: list[Batch], loss_scale: float = 1.0, *, is_test: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Compute a step's gradients, and show them to the observers. Arguments and result are those of
-        `forward_backward`; `is_test`: see Observer."""
+        """Compute a step's gradients and call the observers. See Observer for `is_test`, else `forward_backward`."""
         self.runner.prepare(batches[0])  # observers do not see this call
         for observer in self.observers:
             observer.before_backward(step)
@@ -188,15 +183,12 @@ class TrainStep:
         return loss_sum, valid
 
     def forward_backward(self, batches: list[Batch], loss_scale: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Leave the gradient of the global loss in the parameters.
+        """Compute the gradient of the global loss, from one batch for each gradient accumulation step.
 
-        The global loss is the sum of all token losses over the number of valid tokens, both over all ranks and gradient
-        accumulation steps. Tokens are counted first, so each accumulation step's sum is divided by the final count and
-        gradients are only summed. `batches` has one for each accumulation step. `loss_scale`: a factor on the loss in
-        the backward, by which gradients are divided afterwards.
-
-        Return the sum of this rank's token losses (nats; 0 if it does not contribute them) and the global number of
-        valid tokens, float64 scalars on the device.
+        The global loss is the sum of all token losses divided by the number of valid tokens. Tokens of all ranks and
+        accumulation steps are counted first; each loss is divided by the global count, and gradients are only summed.
+        `loss_scale`: a factor on the loss in the backward; gradients are divided by it. Return float64 scalars on the
+        device: the sum of this rank's token losses in nats (0 without `contributes_loss`), and the global token count.
         """
         if self.balance:
             self.balance.begin_step(loss_scale)
@@ -213,21 +205,22 @@ class TrainStep:
         return (loss_sum if self.contributes_loss else torch.zeros_like(loss_sum)), valid
 
     def update(self, optimizer: torch.optim.Optimizer, norm: Tensor, taken: Tensor) -> None:
-        """Clip the gradients, whose norm is `norm`, and update the weights, unless the update is not `taken`: both are
-        scalars on the device. Every rank must call it."""
+        """Clip the gradients, whose global norm is `norm`, and update the weights if `taken`. `norm` and `taken`
+        are scalars on the device. Every rank must call it."""
         clipped_step(optimizer, clip_factor(norm, self.max_norm), taken)
         if self.balance:
             self.balance.update(taken)
 
     def largest_loss(self, loss_sum: Tensor, batches: list[Batch]) -> float:
-        """Return the largest of the ranks' own mean losses of a step, in nats. Every rank must call it."""
+        """Return the largest of the mean losses of single ranks, in nats per token. Every rank must call it."""
         own = loss_sum / count_valid([batch.targets for batch in batches], loss_sum.device)
-        own = own.nan_to_num(nan=-math.inf) if self.contributes_loss else torch.full_like(own, -math.inf)  # nan: 0 / 0
+        # The mean is 0 / 0, nan, on a rank without valid tokens.
+        own = own.nan_to_num(nan=-math.inf) if self.contributes_loss else torch.full_like(own, -math.inf)
         dist.all_reduce(own, dist.ReduceOp.MAX)
         return own.item()
 
     def metrics(self) -> dict[str, Any]:
-        """Return values of the last step by tag; a tensor is for a histogram."""
+        """Return the metrics of the last step's experts by tag; a tensor is for a histogram."""
         return self.balance.metrics() if self.balance else {}
 
     @torch.no_grad()
@@ -237,12 +230,12 @@ class TrainStep:
         advance: Callable[[int], None] = lambda amount: None,
         signals: Signals | None = None,
     ) -> float | None:
-        """Return the loss in nats by the rule of training; None if some rank was asked to stop meanwhile. Call
-        `advance` with 1 after each batch, of which every rank needs the same number."""
+        """Return the mean loss of all ranks' valid tokens, in nats; None if some rank was asked to stop. Every rank
+        must have the same number of batches. `advance(1)` is called after each batch."""
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in batches:
             if signals:
-                stopping = torch.tensor(float(signals.stopping))  # on the host, so that no rank waits for its device
+                stopping = torch.tensor(float(signals.stopping))  # reduced on the host: no rank waits for its device
                 dist.all_reduce(stopping)
                 if stopping:
                     fsdp.reshard(self.model)

@@ -13,8 +13,8 @@ from titanlite.train_step import TrainStep
 
 
 class Validator:
-    """Validates when it is due; does nothing where validation is not enabled. Every rank must make the same calls.
-    `batches()` returns this rank's batches of one validation and their number. A stop signal ends a validation."""
+    """Computes the validation loss if validation.enable. Every rank must make the same calls. `batches()` returns this
+    rank's batches of one validation and their number. A stop signal ends a validation."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class Validator:
         """Whether the last validation ended because a rank was asked to stop."""
 
     def after_step(self, step: int, *, is_last: bool, stopping: bool) -> dict[str, float]:
-        """Return the validation loss by its tag, in nats; nothing if it is not due, or a rank was asked to stop."""
+        """Return the validation loss by tag, in nats; {} if no validation is due, or a rank was asked to stop."""
         if not self.validation.enable or stopping or not (is_last or step % self.validation.freq == 0):
             return {}
         mark("validation")

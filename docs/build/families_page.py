@@ -156,26 +156,27 @@ Name a flavor to train from initial weights, or the folder of a released model
 
 {families}
 
-"layouts" are those that the tests compare with one process in float64, with this family's options:
-losses, gradient norms, every gradient and every weight of three steps, under FSDP and tensor
-parallel, a ring with documents, tensor x pipeline x context parallel, ring x Ulysses, a zero-bubble
-schedule and, with experts, expert parallel (tests/test_families_by_options.py). Those of the other
-families are in the table of options and layouts.
+The column "layouts" counts the layouts that tests compare with one process in float64, with this
+family's options: losses, gradient norms, every gradient and every weight of three steps, under FSDP
+and tensor parallel, a ring with documents, tensor x pipeline x context parallel, ring x Ulysses, a
+zero-bubble schedule and, with experts, expert parallel (tests/test_families_by_options.py). The
+layouts of families marked "by option" are in that link's table of options and layouts.
 
-For each family, with random weights, biases that are not zero and norms that are not one:
+Tests of each family, with random weights, biases other than zero and norms other than one, show:
 
 - in float64 the logits and every gradient equal transformers' to 1e-12. transformers computes
-  norms, rotary tables and softmax in float32 whatever the type of the weights; for this comparison
-  it is made to compute them in float64. In float32 transformers is left as it is, and equal to
-  rounding;
+  norms, rotary tables and softmax in float32 whatever the type of the weights; the tests make
+  transformers compute them in float64. In float32, where the tests change nothing of transformers,
+  both are equal to rounding;
 - a folder that transformers has written is loaded and exported again: every tensor is the same bit
   for bit, and transformers computes the same logits from it;
-- greedy texts are those of transformers, token for token.
+- texts generated greedily are those of transformers, token for token.
 
 ## Options of layers
 
-`model.layer_pattern` has a table for each kind of layer, in their order. The pattern repeats over
-the layers, and its last repetition may end early. Olmo 3 has windows in three of four layers:
+`model.layer_pattern` has a table for each kind of layer, in the order of the layers. The
+pattern repeats over the layers, and its last repetition may end early. Olmo 3 has windows in three
+of four layers:
 
 ```toml title="olmo3.toml"
 [model]
@@ -190,38 +191,37 @@ sliding_window = 4096
 ```
 
 A kind sets `sliding_window`, `rope_theta`, `rope_scaling_factor`, `partial_rotary_factor` (0: no
-rotary embedding) or `experts = false` (dense in a model with experts). What it does not set is as
-in `[model]`.
+rotary embedding) or `experts = false` (dense in a model with experts). Options that a kind
+does not set are those of `[model]`.
 
 ## What is not supported
 
-- Ministral 3 beyond its original length: queries at later positions have a factor. Rejected, by
-  `training.seq_len`.
-- LongRoPE takes its long factors if `training.seq_len` is above the original length, and otherwise
-  its short ones, for all sequences of a run. transformers decides by the length of each text, so a
-  short text under long factors is another computation there.
-- Dropout. StarCoder2's and GPT-2's config.json have some, which is not read: it is of training, and
-  their weights are loaded without it. In other families it is rejected.
-- The norms of DeepSeek's latents have an epsilon of 1e-6, whatever `rms_norm_eps` says:
-  `model.mla.norm_eps`. `norm_topk_prob` of DeepSeek-V2 is rejected: transformers ignores it, and
+- Ministral 3 beyond its original length, where transformers multiplies queries by a factor: such a
+  `training.seq_len` is rejected.
+- LongRoPE by the length of each text, as in transformers: titanlite takes the long factors for all
+  sequences of a run if `training.seq_len` is above the original length, otherwise the short ones.
+- Dropout. titanlite ignores the dropout in config.json of StarCoder2 and GPT-2, which changes only
+  training, and rejects dropout in other families.
+- Another epsilon for the norms of DeepSeek's latents than 1e-6 (`model.mla.norm_eps`), whatever
+  `rms_norm_eps` says. `norm_topk_prob` of DeepSeek-V2 is rejected: transformers ignores it, and
   DeepSeek's own code does not.
 - gpt-oss is exported in bfloat16 or float32, not in MXFP4.
-- Capped scores (Gemma 2): attention would not remain a kernel.
-- Encoders of images: Gemma 3 from 4B on and Ministral 3 are released with one. Their sizes have
-  names for training from initial weights. Their folders are rejected.
+- Capped scores (Gemma 2), with which attention could not be one fused kernel.
+- Encoders of images. Gemma 3 from 4B on and Ministral 3 are released with an image encoder, so the
+  released folders are rejected; flavors of these sizes train from initial weights.
 
 ## Every other key, and every other model type
 
 There must be no silent difference: a config.json that titanlite accepts must mean the same in
 transformers. A sweep over the {n_types} types of causal language models of transformers {version}
-checks it ([log](../benchmarks/logs/model_types.log), tests/hf/test_model_types.py). Of each
-supported type it changes every key of config.json, one at a time, and adds keys of other types.
-transformers' model of the changed file, with random weights, is saved and loaded here:
-{equal} files computed the same, {rejected} were rejected, {different} computed something else. The
-last column of the first table has these counts.
+checks this rule ([log](../benchmarks/logs/model_types.log), tests/hf/test_model_types.py). For each
+supported type the sweep changes every key of config.json, one at a time, and adds keys of other
+types. transformers' model of the changed file, with random weights, is saved, and loaded by
+titanlite: {equal} files computed the same, {rejected} were rejected, {different} computed something
+else. The last column of the table of families has the counts of each type.
 
-{n_others} other types are rejected by one line. It names what the type has that titanlite lacks, if
-a key says so:
+{n_others} other types are rejected by one line, which names what the type has and titanlite lacks,
+if a key of config.json says so:
 
 {others}
 """

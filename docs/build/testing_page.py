@@ -243,23 +243,23 @@ VERSIONS = [
 ]  # fmt: skip
 
 NOT_TESTED = """\
-- **GPUs.** Nothing has run on a GPU: not NCCL, not flash attention, cuDNN or float8's kernels, no
-  speed and no curve. The CUDA build runs on a null CUDA, which replaces the driver and the
-  libraries: it shows kernels that are launched, memory, waits and the order of streams, and
-  computes nothing.
-- **Many ranks.** More than 64 real processes, more than two nodes, and nodes on real networks. What
-  is said of 16,384 ranks was measured with [ranks that do not
+- **GPUs.** Nothing has run on a GPU: neither NCCL nor the kernels of flash attention,
+  cuDNN or float8, and no speed and no curve is known. torch's CUDA build runs on a null CUDA, which
+  replaces the driver and the libraries: it computes nothing, but shows which kernels are launched,
+  memory, waits and the order of streams.
+- **Many ranks.** More than 64 real processes, more than two nodes, and nodes on real networks have
+  not run. Figures for 16,384 ranks were measured with [ranks that do not
   exist](../benchmarks/NOTEBOOK.md#many-ranks).
-- **Long curves.** A million steps have run, of a model of 4,600 parameters. The longest curve of a
-  model that learns is of 2,000 steps.
+- **Long curves.** A model of 4,600 parameters took a million steps. The longest curve of a model
+  that learns has 2,000 steps.
 - **NFS, Lustre and object stores**, and the network to the Hugging Face hub.
 - **Python 3.14**, Windows and macOS.
 - **Layouts compiled with inductor.** The tests compile with the backend `aot_eager`; inductor runs
-  on the null CUDA, where there are no numbers.
-- **Types of local tensors** by `spmd-types` 0.3.1: its checker stops in the backward, which would
-  need annotations from its library within the package, and it skips operations on DTensors.
-- **One failure is not explained.** A gloo rank in a pool of test processes dies now and then, of a
-  corrupted heap where it was looked into. The tests run such a case again, once, with a warning
+  on the null CUDA, which computes no numbers to compare.
+- **Types of local tensors** are not checked by `spmd-types` 0.3.1: its checker stops in the
+  backward, which would need its annotations in titanlite, and skips operations on DTensors.
+- **One failure is not explained.** A gloo rank in a pool of test processes dies now and then; where
+  that was examined, the heap was corrupted. The tests run such a case again, once, with a warning
   ([what is known](../benchmarks/NOTEBOOK.md#a-known-failure-without-an-explanation))."""
 
 
@@ -271,10 +271,10 @@ def page() -> str:
     parts = [
         "# How titanlite is tested\n",
         pages.wrapped(
-            "titanlite promises that every layout computes what one process computes. This page says how that and the "
-            "rest is tested, with what result, when, and with which command. `python -m docs.build.testing_page` "
-            "writes it, and counts each number from the tests and the logs. Where a row has a command, it reproduces "
-            "the result. It is about correctness and convergence; speed is on [Benchmarks](benchmarks.md)."
+            "titanlite promises that every layout computes what one process computes. This page says how this promise "
+            "and the rest of titanlite are tested, with what result, when, and with which command. `python -m "
+            "docs.build.testing_page` writes this page, and counts each number from the tests and the logs. A row's "
+            "command reproduces its result. Speed is on [Benchmarks](benchmarks.md)."
         ),
         pages.table(["what", "result", "date", "command", "evidence"], cells),
         "## Layouts against one process\n",
@@ -282,59 +282,60 @@ def page() -> str:
             "Real processes on gloo take three AdamW steps with clipping, with different numbers of valid tokens on "
             "the ranks. Loss, gradient norm, every gradient, every updated weight and the validation loss must equal "
             "those of a single process in float64: to 1e-12 for data parallel, else to 1e-11, in the largest "
-            "absolute difference of an element. The reference is not the program run on one rank: it takes the model "
-            "and the loss, and none of FSDP, gradient accumulation and torch.distributed "
-            "([reference.py](../titanlite/tools/parity/reference.py)). "
-            f"{n_float64} cases, {layouts.always.total()} of them in every run. {layouts.low_precision} more, in low "
-            "precision, are compared with a reference in the same precision, within 8 times its own rounding error."
+            "absolute difference of an element. The reference is not the program run on one rank: it shares the "
+            "model and the loss with titanlite, but uses no FSDP, gradient accumulation or torch.distributed "
+            f"([reference.py](../titanlite/tools/parity/reference.py)). The tests compare {n_float64} cases, "
+            f"{layouts.always.total()} of them in every run. {layouts.low_precision} more cases, in low precision, are "
+            "compared with a reference in the same precision, within 8 times its own rounding error."
         ),
         pages.table(["ranks", "every run", "nightly"], layouts.rows()),
         "## Random layouts\n",
         pages.wrapped(
-            "What nobody thought of is not in a table of cases. A generator draws options of all axes (1 to 16 ranks), "
+            "A table of cases lacks what nobody thought of. A generator draws options of all axes (1 to 16 ranks), "
             "schedules, families, experts, precisions, optimizers and data, until titanlite accepts them; the layout "
-            "takes two steps and is compared with the reference, and what fails is shrunk to the smallest config. "
-            "Every option of the schema is drawn, or listed with the reason why not. Nightly runs draw 30 new ones "
+            "takes two steps and is compared with the reference, and a config that fails is shrunk to a smallest one. "
+            "Every option of the schema is drawn, or listed with the reason why not. Nightly runs draw 30 new configs "
             "([last](../benchmarks/logs/random_layouts_nightly.log)). "
-            "No wrong number was found in 500; found were an error that odd widths of latent attention ended in, and "
-            "two errors of `titanlite parity` itself. Each is mended, with a test."
+            "No wrong number was found in 500 configs, but three bugs: latent attention with odd widths ended in an "
+            "error, and `titanlite parity` itself had two errors. Each of the three is mended, with a test."
         ),
         "## Layouts and one process over many steps\n",
         "![Distances from one process, by step](images/layouts_equal_one_process.png)\n",
         pages.wrapped(
             "One model trains under eight layouts with up to 16 ranks, and in a run that is killed five times and "
-            "resumed under another layout each time. In float64 all stay within 5.3e-13 of the losses of one process "
-            "and 2.2e-12 of its weights after 200 steps. Sums in another order within one process, which change "
-            "nothing in mathematics, give 2.3e-13 and 9.6e-13. In float32 over 1,000 steps the largest distance of the "
-            "weights is 8.0e-3, under 8 and 16 ranks, and that of other sums in one process 1.9e-3: training magnifies "
-            "rounding. The last column is torchtitan 0.2.2 with another recipe, to be compared within itself: after 50 "
-            "steps its FSDP 2 is as near to its own single process (2.4e-7) as titanlite is (2.1e-7); its DDP 2 and PP "
-            "2 are 4.6e-2 and 2.8e-2 away ([notebook]"
-            "(../benchmarks/NOTEBOOK.md#layouts-and-one-process-over-many-steps))."
+            "resumed under another layout each time. In float64 all layouts stay within 5.3e-13 of the losses of one "
+            "process and 2.2e-12 of its weights after 200 steps. One process that sums in another order, which changes "
+            "nothing in mathematics, is 2.3e-13 and 9.6e-13 away. In float32 over 1,000 steps the largest distance of "
+            "the weights is 8.0e-3, under 8 and 16 ranks, and 1.9e-3 for another order of sums in one process: "
+            "training magnifies rounding. The figure's last column is torchtitan 0.2.2, trained with another recipe "
+            "and compared with torchtitan on one process: after 50 steps torchtitan's FSDP 2 is as near to it (2.4e-7) "
+            "as titanlite is to its own (2.1e-7); torchtitan's DDP 2 and PP 2 are 4.6e-2 and 2.8e-2 away "
+            "([notebook](../benchmarks/NOTEBOOK.md#layouts-and-one-process-over-many-steps))."
         ),
         "## Curves that others published\n",
         "![Published losses, and those of the same settings here](images/published_curves.png)\n",
         pages.wrapped(
-            "nanoGPT's README says 1.88 for 2,000 steps on tinyshakespeare. nanoGPT itself, run here, has 1.898 over "
-            "the whole validation text; a Llama block of as many parameters has 1.674 (three seeds, standard deviation "
-            "0.005), and 1.903 without its rotary embedding. On the conversations of torchtitan's fine-tuning test, "
-            "torchtitan 0.3.0 and titanlite have the same ten losses from the same weights, to 1e-6. Those that "
-            "torchtitan publishes, from weights that nobody else has, are within 1.7 standard deviations of the mean "
-            "of four of its seeds ([notebook](../benchmarks/NOTEBOOK.md#published-curves))."
+            "nanoGPT's README gives a validation loss of 1.88 for 2,000 steps on tinyshakespeare. Our run of nanoGPT "
+            "has a loss of 1.898 over the whole validation text; a Llama of as many parameters has 1.674 (three seeds, "
+            "standard deviation 0.005), and 1.903 without its rotary embedding. On the conversations of torchtitan's "
+            "fine-tuning test, torchtitan 0.3.0 and titanlite have the same ten losses from the same weights, to 1e-6. "
+            "The losses that torchtitan publishes start from weights that nobody else has. They are within 1.7 "
+            "standard deviations of the mean of four seeds of torchtitan "
+            "([notebook](../benchmarks/NOTEBOOK.md#published-curves))."
         ),
         "## Injected bugs\n",
         pages.wrapped(
-            "A test counts by the bugs that it notices. Each mutant is one wrong edit of the package, of the kind that "
+            "A test is worth the bugs that it notices. Each mutant is one wrong edit of the package, of the kind that "
             "people make: a missing sum, a wrong divisor, a stale buffer, an off-by-one. The default tests must notice "
-            "it, or its survival is explained. The example is the first of its folder:"
+            "each mutant, or its survival is explained. The table's example is the first mutant of a folder:"
         ),
         pages.table(["folder", "mutants", "noticed", "example"], mutants),
         "## Public bugs of other trainers\n",
         pages.wrapped(
-            "Silent bugs that users or authors of other programs reported in public, each with the nearest edit of "
-            "titanlite that makes the same mistake, and the test that fails then. The states are those of stored "
-            "copies of the reports, of September 2026 at the latest. Such a bug is no sign of a bad program: it is "
-            "what this kind of program is exposed to."
+            "The table lists silent bugs that users or authors of other programs reported in public, each with the "
+            "nearest edit of titanlite that makes the same mistake, and the test that fails then. A report's state "
+            "(open, closed or merged) is of September 2026 or earlier. Such a bug is no sign of a bad program: every "
+            "trainer is exposed to silent bugs."
         ),
         public_bugs.table(),
         "## Versions\n",

@@ -25,7 +25,7 @@ def write_folder(
     document_positions: Tensor | None = None,
     experts: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write a folder; files of an earlier step in it are replaced.
+    """Write a folder; files of an earlier step in it are replaced. The second step is written into FOLDER/second.
 
     Args:
         config: the content of the model's config.json.

@@ -491,7 +491,7 @@ def test_a_number_that_is_not_finite_is_one_line(family: str, number: float, tmp
         load_hf_weights(tmp_path, empty_model(options), options)
     (line,) = caught.value.problems
     problem = f"{tmp_path / files[name]}: {name} has a number that is NaN or infinite; expected finite ones; "
-    assert line == f"{problem}download the file again, or take another model"
+    assert line == f"{problem}download or export the file again, or take another model"
 
 
 def test_layers_that_predict_further_tokens_are_skipped(tmp_path: Path, capsys):

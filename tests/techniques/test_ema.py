@@ -240,7 +240,7 @@ def test_a_resumed_run_has_the_same_average(runs, folder):  # noqa: F811
 def test_an_average_that_appears_or_disappears_on_resume_is_rejected_and_another_decay_said(runs, folder):  # noqa: F811
     runs(1, "run", *RUN, "--training.steps=2")
     message = error_message(runs, 1, "run", "--checkpoint.enable")
-    assert 'saved with ema.decay = "on", and this run has "off"; resume with the same, or start' in message
+    assert 'saved with ema.decay = "above 0", and this run has "0"; resume with the same, or start' in message
     argv = [str(folder / "small.toml"), f"--job.dump_folder={folder / 'run'}", *RUN, "--ema.decay=0.7"]
     (lines,) = runs.ranks(1).run(lines_of_a_run, argv=argv)
     assert any("changed since the checkpoint" in line and "ema.decay 0.8 -> 0.7" in line for line in lines)

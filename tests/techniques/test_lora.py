@@ -252,6 +252,10 @@ def test_options_that_contradict_lora_are_rejected(tmp_path: Path, settings: Any
 
 LAYERS = "expected names of linear layers: w1, w2, w3, wk, wo, wq, wv"
 TARGETS: dict[str, tuple[dict[str, Any], str]] = {
+    "rank": (
+        {"lora__rank": 33},
+        "lora.rank = 33: layers.0.attention.wq has 32 inputs and 32 outputs; expected at most 32",
+    ),
     "unknown": ({"lora__targets": '["wq", "q_proj"]'}, f'lora.targets: "q_proj": no layer has it; {LAYERS}'),
     "not affine": (
         {"lora__targets": '["wq", "ffn_norm"]'},

@@ -147,6 +147,11 @@ def test_adapters_of_another_base_are_rejected(folder: Path, ranks: Any):
     argv = [str(folder / "run.toml"), *IN_FLOAT64, "--training.steps=2"]
     (message,) = ranks(1).run(run_train, argv=argv)
     assert "saved with lora.base = " in message
+    assert "with the same weights in checkpoint.initial_load_path" in message
+    weights["model.layers.0.self_attn.q_proj.weight"] -= 1
+    save_file(weights, file, metadata={"format": "pt"})
+    (message,) = ranks(1).run(run_train, argv=[*argv, "--lora.rank=0"])
+    assert "saved with lora.rank = 3, and this run has no lora.rank; resume with the same, or start" in message
 
 
 # Merged under other layouts, and other bases -------------------------------------------------------------------------
@@ -228,7 +233,8 @@ def test_a_fine_tuning_run_under_three_parallelisms(folder: Path, ranks: Any, ca
     path = train(ranks, folder, 8, *layout, "--training.steps=30", "--checkpoint.last_save_in_hf")
     records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [record["loss_metrics/global_avg_loss"] for record in records if "loss_metrics/global_avg_loss" in record]
-    assert losses[-1] < losses[0] - 0.4
+    # Measured: 0.41, and 0.13 with a learning rate of 1e-12, since batches differ.
+    assert sum(losses[-2:]) / 2 < sum(losses[:2]) / 2 - 0.25
     export.run(path, folder / "merged", None, merge=True)
     written, tensors = load_file(folder / "merged" / "model.safetensors"), merged(path)
     options = model_options(path, CheckpointReader(path).state)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.helpers.cases import cases
 from tests.helpers.checkpoint import write_checkpoint
+from tests.helpers.config import problems
 from tests.helpers.hf import FAMILIES, SEQ_LEN, empty_model, model_options
 from tests.hf.test_hf_export import VOCABULARY, command, random_weights, write
 from tests.test_families_by_options import FAMILIES as BY_OPTIONS
@@ -22,6 +23,7 @@ from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.config.schema import Model
 from titanlite.hf.export import export
 from titanlite.hf.load import SINGLE
+from titanlite.tools import export as export_command
 from titanlite.tools.verify_export import verify
 
 
@@ -240,8 +242,18 @@ def test_the_model_card_says_what_the_model_is_from(tmp_path: Path):
     for odd in ({"training": 3}, {"training": {"datasets": 3}}, {"training": {"datasets": [3]}}):
         assert "on data that is not known." in model_card(path, "mine", odd, None).decode()
     assert "average (EMA)" in model_card(path, "mine", config, source, ema=True).decode()
+    card = model_card(path, "mine", config | {"lora": {"rank": 4, "alpha": 8.0}}, source).decode()
+    assert "- base model: org/base, with adapters (LoRA, rank 4, alpha 8.0) merged\n" in card
+    for without in ({"lora": {"rank": 0}}, {"lora": 3}):
+        assert "LoRA" not in model_card(path, "mine", config | without, source).decode()
     card = model_card(path.with_name("step-2.unconfirmed"), "mine", {}, None).decode()
     assert "for 2 steps" in card
     assert "average (EMA)" not in card
     assert "\nlicense:" not in card
     assert "- base model: none, initial weights were random\n" in card
+
+
+def test_a_folder_that_is_no_export_is_not_compared(tmp_path: Path):
+    (tmp_path / "out").mkdir()
+    (message,) = problems(lambda: export_command.main([str(tmp_path), str(tmp_path / "out"), "--verify"]))
+    assert message.startswith(f"--verify: {tmp_path / 'out'} exists and has no config.json; name an exported folder")

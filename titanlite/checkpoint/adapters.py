@@ -1,4 +1,4 @@
-"""Checkpoints of adapters alone (LoRA, techniques/lora.py): what identifies their base, and how they are merged."""
+"""Checkpoints of LoRA adapters without base weights: find and check the base weights, and merge the adapters."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,21 +17,20 @@ from titanlite.parallel.shards import local_shard
 
 
 def hash_of_base(place: str) -> str:
-    """Return a hash of the weights in a folder. A checkpoint's is that of its manifest, which has checksums of all
-    files; of a Hugging Face folder, small files are hashed whole, and large ones by samples. Raises ConfigError
-    if there is no such folder."""
+    """Return a hash of the weights in a folder: a checkpoint's hash is that of its manifest; of a Hugging Face folder,
+    large files are hashed by samples. Raises ConfigError if there is no such folder."""
     if place == SEEDED:
         return SEEDED
     path = Path(place)
     if not is_hugging_face(path):
         return read_manifest(path).xxh3_64
-    from titanlite.hf.load import tensor_files  # imported here: hf/ imports this folder
+    from titanlite.hf.load import tensor_files  # imported here: hf/ imports checkpoint/
 
     return content_hash(sorted({*tensor_files(path).values()}), with_times=False)
 
 
 def lora_of(reader: CheckpointReader) -> Lora | None:
-    """Return the section [lora] that a checkpoint was saved with; None if it has full weights."""
+    """Return the section [lora] of the run that saved a checkpoint; None if the checkpoint has full weights."""
     identity, keys = reader.state["identity"], Lora.model_fields
     if not identity.get("lora.rank"):
         return None
@@ -39,13 +38,14 @@ def lora_of(reader: CheckpointReader) -> Lora | None:
 
 
 def dtype_of(reader: CheckpointReader) -> torch.dtype:
-    """Return the data type that all weights of a checkpoint have, or all of its adapters."""
+    """Return the dtype of a checkpoint's weights, or of its LoRA adapters if it has no other weights."""
     ends = *LORA_FACTORS, "model.tok_embeddings.weight"
     return next(dtype for name, dtype in reader.dtypes.items() if name.endswith(ends))
 
 
 def base_of(reader: CheckpointReader) -> str:
-    """Return the folder of the base of adapters. Raises ConfigError if it has other weights now, or there is none."""
+    """Return the folder of the base weights of a checkpoint's LoRA adapters. Raises ConfigError if there is no such
+    folder, or if its weights have changed since the adapters were trained."""
     place = reader.state["config"].get("checkpoint.initial_load_path", SEEDED)
     if place == SEEDED:
         problem = "its adapters belong to weights that were drawn from debug.seed, which are in no folder"
@@ -58,8 +58,8 @@ def base_of(reader: CheckpointReader) -> str:
 
 
 def adapters_of(reader: CheckpointReader, lora: Lora, shapes: Mapping[str, torch.Size]) -> dict[str, list[str]]:
-    """Return the names of A and B in a checkpoint, by the name of their base, whose shape is in `shapes`. Raises
-    ConfigError if they do not fit it."""
+    """Return the names of the LoRA factors A and B in a checkpoint, by the name of the base weight; `shapes` has the
+    shape of each base weight. Raises ConfigError if the factors of a weight do not fit its shape."""
     adapters = {}
     for name, shape in shapes.items():
         pair = [f"model.{name.removesuffix('.weight')}.{factor}" for factor in LORA_FACTORS]
@@ -75,9 +75,9 @@ def adapters_of(reader: CheckpointReader, lora: Lora, shapes: Mapping[str, torch
 
 @torch.no_grad()
 def merge(reader: CheckpointReader, model: nn.Module) -> None:
-    """Round this rank's shards of a base as the training of adapters did, and add the adapters of a checkpoint, W +
-    alpha / rank B A, rounded once."""
-    from titanlite.hf.load import local_indices  # imported here: hf/ imports this folder
+    """Merge a checkpoint's LoRA adapters into this rank's shards of the base weights: W + alpha / rank B A, rounded
+    once. The base is first cast to lora.base_dtype, as in training."""
+    from titanlite.hf.load import local_indices  # imported here: hf/ imports checkpoint/
 
     lora, dtype, parameters = lora_of(reader), dtype_of(reader), dict(model.named_parameters())
     adapters = adapters_of(reader, lora, {name: parameter.shape for name, parameter in parameters.items()})

@@ -1,4 +1,4 @@
-"""Reads the averages of the weights in a checkpoint (EMA) in the place of the weights, to export them."""
+"""Read the averages of weights (EMA) from a checkpoint in place of the weights, for export."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from titanlite.config.loader import ConfigError
 
 
 class AverageReader(CheckpointReader):
-    """Reads the average (EMA) of each weight in the place of the weight. Raises ConfigError if there is none."""
+    """Reads the average (EMA) of each weight in place of the weight. Raises ConfigError without averages."""
 
     def __init__(self, path: Path):
         super().__init__(path)
@@ -22,5 +22,5 @@ class AverageReader(CheckpointReader):
             raise ConfigError([f"{path}: has {problem}; expected a checkpoint of a run with ema.decay above 0"])
 
     def read(self, name: str) -> Tensor:
-        """Return the average of a full weight in host memory; a buffer has no average, and is as it is."""
+        """Return the average of a full weight, or a buffer, which has no average, in host memory."""
         return super().read(self._averages.get(name, name))

@@ -1,4 +1,4 @@
-"""The options of a resumed run that differ from those of its checkpoint."""
+"""Describe the options of a resumed run that differ from the options in its checkpoint."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,12 +10,13 @@ from titanlite.optimizer import lr_factor
 
 OF_DATA = ("training.dataset", "training.text", "training.packing", "training.seq_len", "training.shuffle")
 OF_DATA += ("training.long", "training.streaming", "validation.dataset", "validation.fraction", "model.hf_assets_path")
-"""Beginnings of the names of options that decide the data of a run."""
+"""An option whose name begins with one of these strings decides which data a run reads."""
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> str:
-    """Return a line with the options that differ from a checkpoint's and, if the schedule differs, the learning rates
-    of `step` (old options) and of the next step (new options). Raises ConfigError if the old options are not valid."""
+    """Return a line with the options that differ between a checkpoint (`old`) and this run (`new`) and, if the schedule
+    differs, the learning rates of `step` under `old` and of the next step under `new`. Raises ConfigError if the
+    checkpoint's options are not valid."""
     line = f"changed since the checkpoint: {listed(old, new)}"
     if any(key == "optimizer.lr" or key.startswith("lr_scheduler.") for key in differences(old, new)):
         before, last = learning_rate(old, step), new["lr_scheduler.total_steps"]
@@ -25,13 +26,13 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> str:
 
 
 def listed(old: Mapping[str, Any], new: Mapping[str, Any], begins: tuple[str, ...] = ("",)) -> str:
-    """Return the options that differ and whose names have one of these beginnings, with both values."""
+    """Return the options that differ, with both values, if their names begin with one of `begins`."""
     changed = {key: values for key, values in differences(old, new).items() if key.startswith(begins)}
     return ", ".join(f"{key} {shown(before)} -> {shown(after)}" for key, (before, after) in changed.items())
 
 
 def learning_rate(options: Mapping[str, Any], step: int) -> float:
-    """Return the learning rate of a step under the options of a run."""
+    """Return the learning rate of a step under the options of a run, by full names such as "optimizer.lr"."""
     sections: list[Any] = []
     for name, kind in (("optimizer", Optimizer), ("lr_scheduler", LRScheduler)):
         values = {key: options[f"{name}.{key}"] for key in kind.model_fields if f"{name}.{key}" in options}

@@ -1,11 +1,11 @@
-"""Saving distributed checkpoints, and resuming from them under any layout, with resharding as they are loaded.
+"""Save a distributed checkpoint, and resume from a checkpoint under any layout: resharding happens while loading.
 
     rank-00000.safetensors, ...     weights, optimizer states and random states: the slices that each rank saved
     manifest.json                   which slice of which tensor is in which file, and checksums
     state.json                      step, data position and the identity that a resumed run must share
 
-No file holds code: tensors are in safetensors files, everything else is JSON. folder.py has the names of
-checkpoints that are not complete, or not good.
+No file contains code: tensors are in safetensors files, everything else is JSON. folder.py lists the folder names of
+checkpoints by their state, such as unconfirmed or damaged.
 """
 
 import contextlib
@@ -61,12 +61,10 @@ class NotSavedError(TrainingError):
 
 
 class Checkpointer(NoCheckpoints):
-    """Saves and resumes the checkpoints of a run. Every rank must make the same calls.
-
-    checkpoint.folder is relative to `dump_folder`. An "async" save returns once the state is copied to host memory.
-    `identity`, plain JSON, has the seed, the data and the dimensions. A resumed run must have the same as the run that
-    saved, except for the keys in `may_differ`. `config` is saved with each step.
-    """
+    """Saves and resumes the checkpoints of a run. Every rank must make the same calls. checkpoint.folder is relative to
+    `dump_folder`. An "async" save returns once the state is copied to host memory. `identity`, plain JSON, contains the
+    seed, the data and the model's dimensions; a resumed run must have the identity of the run that saved, except for
+    the keys in `may_differ`. `config` is saved with each step."""
 
     def __init__(
         self,
@@ -81,49 +79,48 @@ class Checkpointer(NoCheckpoints):
         super().__init__(checkpoint, run)
         self.folder, self.identity = dump_folder / checkpoint.folder, identity
         if "lora.rank" in identity:
-            from titanlite.checkpoint.adapters import hash_of_base  # imported here: few runs have adapters
+            from titanlite.checkpoint.adapters import hash_of_base  # imported here: few runs have LoRA adapters
 
             self.identity = identity | {"lora.base": hash_of_base(checkpoint.initial_load_path)}
         self.may_differ, self.config, self.comm = may_differ, dict(config or {}), comm
         self.unconfirmed: list[int] = []
-        """Steps of complete checkpoints that do not count as good yet."""
+        """Steps of complete checkpoints whose weights have given no finite loss yet."""
         self.agreed_step = math.inf
-        """The last step whose replicas agreed; infinite if they are not compared."""
+        """The last step at which a comparison of replicas found no difference; infinite without comparisons."""
         self.seconds = 0.0
-        """Time that saves have stopped the training for since the last `metrics`."""
+        """Seconds during which saves have stopped the training since the last call of `metrics`."""
         self._finite_step = 0
         self._last_step = 0
-        """The step of the checkpoint that was saved, or resumed from, last."""
+        """The step of the last checkpoint that was saved or resumed from."""
         self._saving: tuple[int, bool, Future[None], contextlib.ExitStack] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save checkpoint")
         self._host_copies: dict[str, Tensor] = {}
-        # The group is for saves only: an asynchronous save communicates from another thread than the training.
+        # Saves have a group of their own, since an asynchronous save communicates in a thread beside the training's.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.comm.init_timeout_seconds))
         self._names = CheckpointFolder(self.folder, checkpoint.keep_latest_k)
         if dist.get_rank() == 0:
             self._names.recover()
 
     def begin(self, options: Model, seed: int) -> dict[str, Any]:
-        """Load the newest checkpoint; without one, begin as a run without checkpoints does."""
+        """Load the newest checkpoint; if there is none, load the weights of checkpoint.initial_load_path, if any."""
         mark("loading a checkpoint")
         if not (saved := self.resume(self.run.model, self.run.optimizer)):
             return super().begin(options, seed)
         if "lora.rank" in self.identity:
-            self.load_initial(options)  # the frozen base, which the checkpoint lacks
+            self.load_initial(options)  # load the frozen base weights, which a checkpoint of LoRA adapters lacks
         self._last_step = saved["step"]
         log_rank0(f"weights    resumed after step {self._last_step} of {self.run.steps} from {self.folder}")
         if saved["config"] and saved["config"] != self.config:
-            from titanlite.checkpoint.changed_options import changes  # imported here, since most runs change nothing
+            from titanlite.checkpoint.changed_options import changes  # imported here: few runs change options
 
             log_rank0(changes(saved["config"], self.config, self._last_step))
         return saved
 
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-        """Load the newest checkpoint into a model and its optimizer, and into the random generators if there are as
-        many ranks as when it was saved. Return the `state` that `save` got, with `step`; None if there is none. Raises
-        ConfigError if checkpoint.load_step is not the newest step, the identity differs, or the checkpoint is damaged;
-        with checkpoint.on_corrupt = "previous", if all are damaged."""
-        names = self._from_rank0(self._names.to_resume)  # ranks must agree, even if they see the folder differently
+        """Load the newest checkpoint into model and optimizer, and random states if the number of ranks is the same.
+        Return the `state` that `save` got, with `step`; None without a checkpoint. Raises ConfigError if load_step is
+        not the newest step, the identity differs, or the checkpoint is damaged (on_corrupt = "previous": all are)."""
+        names = self._from_rank0(self._names.to_resume)  # on a network disk, ranks may see different names
         steps = [state_of(Path(name))[0] for name in names]
         if self.checkpoint.load_step not in (-1, *steps[-1:]):
             problem = f"checkpoint.load_step = {self.checkpoint.load_step}: expected the newest step in {self.folder}, "
@@ -131,12 +128,12 @@ class Checkpointer(NoCheckpoints):
             raise ConfigError([problem + "the next resume would pick them"])
         problems, damaged = list[str](), list[tuple[Path, str]]()
         if names:
-            from titanlite.checkpoint.loading import load_checkpoint  # imported here: a new run loads nothing
+            from titanlite.checkpoint.loading import load_checkpoint  # imported here: a new run has no checkpoint
         while names and (self.checkpoint.on_corrupt == "previous" or not problems):
             path = self.folder / names[-1]
             state, problems = load_checkpoint(path, model, optimizer, self)
             if not problems:
-                for bad, problem in damaged if dist.get_rank() == 0 else []:  # a later start must not try them again
+                for bad, problem in damaged if dist.get_rank() == 0 else []:  # later starts ignore renamed checkpoints
                     print(f"{problem}; renamed to {self._names.set_aside(bad, DAMAGED)}", flush=True)
                 paths = [Path(name) for name in names if name.endswith(UNCONFIRMED)]
                 self.unconfirmed = [state_of(path)[0] for path in paths]
@@ -158,9 +155,8 @@ class Checkpointer(NoCheckpoints):
         *,
         is_last: bool = True,
     ) -> None:
-        """Save a step, once an earlier asynchronous save is done; `state` is plain JSON, the same on every rank. Raises
-        TrainingError if this checkpoint, or an earlier asynchronous one, could not be written, and checkpoint.on_error
-        = "fail" or `is_last`."""
+        """Save a step, after an earlier asynchronous save is done. `state`: plain JSON, the same on every rank. Raises
+        TrainingError if one of both cannot be written, and checkpoint.on_error = "fail" or the step `is_last`."""
         self.finish()
         with self._stops_training(), self._tolerated(step, is_last):
             with self._saves(step):
@@ -184,7 +180,7 @@ class Checkpointer(NoCheckpoints):
                     self._saved(step)
 
     def _copied_to_host(self, slices: Slices) -> Slices:
-        """Copy what is to be saved to host memory, which is allocated once, pinned if the tensors are on CUDA."""
+        """Copy slices to host memory, which is allocated in the first save, pinned if the tensors are on CUDA."""
         copies = {}
         for name, (tensor, offset, shape) in slices.items():
             copy = self._host_copies.get(name)
@@ -192,14 +188,14 @@ class Checkpointer(NoCheckpoints):
                 copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
                 self._host_copies[name] = copy
             copies[name] = copy.copy_(tensor, non_blocking=True), offset, shape
-            alive()  # pinning the memory takes long in the first save
+            alive()  # the watchdog must not take the slow pinning of memory for a hang
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
         return copies
 
     def _write(self, step: int, slices: Slices, state: bytes) -> None:
-        """Write this rank's file. When all ranks have written theirs, rank 0 writes state.json and the manifest and
-        renames the folder, so that an asynchronous save is complete even if the training has failed since."""
+        """Write this rank's file. After all ranks have written their files, rank 0 writes state.json and the manifest,
+        and renames the folder. An asynchronous save needs nothing else to be complete, even if the training fails."""
         rank, stored, folder = dist.get_rank(), None, self.folder / f"step-{step}{TEMPORARY}"
         file = folder / f"rank-{rank:05d}.safetensors"
         with self._saves(step):
@@ -249,7 +245,7 @@ class Checkpointer(NoCheckpoints):
             (step, is_last, future, stack), self._saving = self._saving, None
             with self._stops_training(), self._tolerated(step, is_last):
                 with stack:
-                    while not future.done():  # `with_all_ranks` ends it if a rank stalls
+                    while not future.done():  # `with_all_ranks` raises in the thread if a rank stalls
                         wait([future], timeout=1)
                         alive()
                     future.result()
@@ -263,15 +259,14 @@ class Checkpointer(NoCheckpoints):
 
     @contextlib.contextmanager
     def finished_on_error(self) -> Iterator[None]:
-        """If the body raises, finish an asynchronous save before the exception ends the run. The timeouts
-        of comm.* bound the wait for ranks that are dead."""
+        """If the body raises, finish an asynchronous save before the run ends. [comm] limits waiting for dead ranks."""
         try:
             yield
         except Exception:
             step = self._saving[0] if self._saving else 0
             try:
                 self.finish()
-            except Exception as error:  # the first error is the one to report; this one only says what was lost
+            except Exception as error:  # print one line: `raise` below raises the body's error
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 print(f"checkpoint step-{step} was not finished: {reason}", file=sys.stderr, flush=True)
             raise
@@ -292,11 +287,8 @@ class Checkpointer(NoCheckpoints):
                 raise TrainingError(problem) from None
 
     def set_aside(self, suffix: str) -> str:
-        """Rename the checkpoints that a failure has made useless, and return words about it for the error's message.
-
-        `suffix` is DIVERGED, for those whose weights gave no finite step, or SUSPECT, for those that were saved since
-        the replicas last agreed. Every rank must call it.
-        """
+        """Rename the checkpoints whose weights gave no finite loss (`suffix` DIVERGED), or those saved since replicas
+        last agreed (SUSPECT). Return words about these checkpoints for the error message. Every rank must call it."""
         with contextlib.suppress(NotSavedError):
             self.finish()
         steps = [step for step in self.unconfirmed if suffix == SUSPECT or step >= self._finite_step]
@@ -307,8 +299,8 @@ class Checkpointer(NoCheckpoints):
         return f"; {self.set_aside(DIVERGED)}; {GET_PAST}"
 
     def confirm_last(self, step: int, loss: float, *, may_fail: bool) -> None:
-        """Register the loss that the weights of a run's last step give. If it is not finite, they stay unconfirmed.
-        Raises TrainingError unless it is, or `may_fail`, as the config allows steps that are not finite."""
+        """Confirm the checkpoint of a run's last step if its weights give a finite `loss`. Raises TrainingError if not,
+        unless `may_fail`: the config allows one more non-finite step, and the checkpoint stays unconfirmed."""
         if math.isfinite(loss):
             self.confirm(step + 1)
         elif not may_fail:
@@ -335,19 +327,19 @@ class Checkpointer(NoCheckpoints):
         return "; ".join([*words, f"{newest}, and the next start {begins}"])
 
     def _from_rank0(self, call: Callable[[], Any]) -> Any:
-        """Return on every rank what a call returns on rank 0, whose view of the folder is the one that counts."""
+        """Call `call` on rank 0 and return its result on every rank, since ranks may see the folder differently."""
         result = [call() if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(result, group=self.group)
         return result[0]
 
     def _saved(self, step: int) -> None:
-        """Register a complete checkpoint, which waits for a finite step after it unless there has been one."""
+        """Record a complete checkpoint as unconfirmed, and confirm it if a later step had a finite loss already."""
         self.unconfirmed.append(step)
         self.confirm(self._finite_step)
 
     @contextlib.contextmanager
     def _tolerated(self, step: int, is_last: bool) -> Iterator[None]:
-        """If a checkpoint cannot be written, free its space and do what checkpoint.on_error says."""
+        """If the body cannot write a checkpoint, free its disk space, and raise or continue by checkpoint.on_error."""
         try:
             yield
         except NotSavedError as error:
@@ -366,7 +358,7 @@ class Checkpointer(NoCheckpoints):
 
     @contextlib.contextmanager
     def _saves(self, step: int) -> Iterator[None]:
-        """Raise NotSavedError on every rank if the body raises OSError on one of them."""
+        """Raise NotSavedError on every rank if the body raises OSError on some rank."""
         with collected_problems(self.group, OSError) as problems:
             yield
         if problems:

@@ -1,5 +1,5 @@
-"""Writing a checkpoint as a Hugging Face folder, with what the run's config.toml and the folder of the released model
-that it started from say about the weights. tools/export.py has the command."""
+"""Write a checkpoint as a Hugging Face folder. The run's config.toml, and the folder of the released model that the run
+started from, supply what the checkpoint lacks. tools/export.py has the command `titanlite export`."""
 
 import types
 from pathlib import Path
@@ -35,9 +35,9 @@ def run(
     merge: bool = False,
     verifies: bool = False,
 ) -> None:
-    """Export a checkpoint, which the caller then `verifies`, and print what was written. Raises ConfigError if it
-    cannot be exported."""
-    from titanlite.hf.export import export  # imported here: hf/ imports this folder
+    """Export a checkpoint and print what was written. `verifies`: the caller will verify the exported folder. Raises
+    ConfigError if the checkpoint cannot be exported."""
+    from titanlite.hf.export import export  # imported here: hf/ imports checkpoint/
     from titanlite.hf.load import HF_DTYPES
     from titanlite.hf.peft import export_adapters
 
@@ -83,7 +83,7 @@ def run(
 
 
 def _tokenizer(assets: str, vocab_size: int, max_seq_len: int) -> tuple[int | None, int, str, dict[str, Any]]:
-    """Return BOS, EOS, a description and the files to write of a tokenizer. Raises ConfigError if it does not fit."""
+    """Return a tokenizer's BOS, EOS, description and files. Raises ConfigError if the model has too few embeddings."""
     rows = Rows(vocab_size, f"model.vocab_size = {vocab_size}", "name the run's with --tokenizer")
     built, origin = build_tokenizer(assets).fit(rows), assets or "bytes, so there are no files of it"
     if built.vocab_size > rows.n:
@@ -92,7 +92,7 @@ def _tokenizer(assets: str, vocab_size: int, max_seq_len: int) -> tuple[int | No
 
 
 def _merged(path: Path, options: Model, dtype: torch.dtype) -> Any:
-    """Return a reader of weights with the adapters of a checkpoint merged. It has the full model in host memory."""
+    """Return a reader of the weights with a checkpoint's LoRA adapters merged, all in host memory."""
     model = build_llama(options, max_seq_len=1).to(dtype)
     model.materialize(torch.device("cpu"))
     load_weights(path, model, options)
@@ -102,8 +102,8 @@ def _merged(path: Path, options: Model, dtype: torch.dtype) -> Any:
 
 
 def export_last_step(dump_folder: Path, options: Checkpoint) -> None:
-    """Export the checkpoint of a run's last step, if there is one and it has not been exported, as step-N-hf in the
-    folder of checkpoints. The run's config.toml has the step. Raises ConfigError if it cannot be exported."""
+    """Export the checkpoint of step training.steps (from the run's config.toml) as step-N-hf beside the checkpoint. Do
+    nothing if there is no checkpoint, or step-N-hf exists. Raises ConfigError if the export is impossible."""
     step = value_of_run(read_config(dump_folder / "config.toml"), "training", "steps")
     checkpoint, out = (dump_folder / options.folder / f"step-{step}{end}" for end in ("", "-hf"))
     if checkpoint.exists() and not out.exists():
@@ -112,10 +112,10 @@ def export_last_step(dump_folder: Path, options: Checkpoint) -> None:
 
 
 def folder_of_source(choice: str | None, config: dict[str, Any]) -> Path | None:
-    """Return the folder of the released model that a run started from; None if there is none. `choice` is the argument
-    --source, None without it. Raises ConfigError if the folder is gone."""
+    """Return the folder of the released model that a run started from; None if it started from initial weights.
+    `choice` is the argument --source, None without it. Raises ConfigError if the folder has no config.json."""
     path = choice or value_of_run(config, "checkpoint", "initial_load_path")
-    if choice is None and isinstance(path, str) and state_of(Path(path)):  # another run's checkpoint
+    if choice is None and isinstance(path, str) and state_of(Path(path)):  # path is the checkpoint of another run
         from_hf = value_of_run(config, "model", "flavor") == "from_hf"
         path = value_of_run(config, "model", "hf_assets_path") if from_hf else SEEDED
     if not isinstance(path, str) or path in ("", SEEDED):
@@ -127,7 +127,7 @@ def folder_of_source(choice: str | None, config: dict[str, Any]) -> Path | None:
 
 
 def model_options(path: Path, state: dict[str, Any]) -> Model:
-    """Return the [model] section that a checkpoint was saved with. Raises ConfigError if an option is missing."""
+    """Return the section [model] in a checkpoint's state. Raises ConfigError if an option is missing or wrong."""
     identity, fields = state["identity"], Model.model_fields
     if identity.get("own.block"):
         raise ConfigError([f"{path}: has weights of own blocks (--own), which only train, plan and parity build"])
@@ -151,7 +151,7 @@ def config_file_of_run(path: Path) -> Path:
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """Return the contents of a run's config.toml; nothing if there is none. Raises ConfigError if it is damaged."""
+    """Return the contents of a run's config.toml; {} if the file is missing. Raises ConfigError if it is damaged."""
     return read_toml(str(file)) if file.is_file() else {}
 
 

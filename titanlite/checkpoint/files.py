@@ -1,4 +1,4 @@
-"""The files of a checkpoint: slices of tensors, written with checksums and read only where these are right."""
+"""The safetensors files of a checkpoint: slices of tensors, written with checksums and verified when they are read."""
 
 import json
 import math
@@ -24,10 +24,9 @@ def write_file(
     tensors: dict[str, tuple[Tensor, tuple[int, ...], tuple[int, ...]]],
     read: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor,
 ) -> Stored:
-    """Write slices of tensors, each with its offset in the full tensor and the full tensor's shape. Return the file's
-    entry for the manifest. The slices may be on any device; one at a time is copied to host memory. `read` returns the
-    content of a slice, if that is on no device. Raises OSError if the file cannot be written, as when the disk is
-    full."""
+    """Write slices of tensors, each with its offset in the full tensor and the full tensor's shape, on any device.
+    Return the file's entry for the manifest. Slices are copied to host memory one at a time. `read` returns the content
+    of a slice whose tensor is on the meta device. Raises OSError if the file cannot be written."""
     entries, slices = {}, {}
     for name, (tensor, offset, shape) in tensors.items():
         dtype = DTYPE_NAMES[tensor.dtype]
@@ -39,16 +38,16 @@ def write_file(
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a tensor in host memory, or of a contiguous copy if it is not contiguous."""
+    """Return the bytes of a tensor in host memory: its own memory if the tensor is contiguous, otherwise a copy."""
     return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 class CheckedFile:
-    """Reads slices of tensors from one file, and verifies its size, its header and every byte read by the manifest.
-    Raises ConfigError if they differ. The message names the file and the tensor."""
+    """Reads slices of tensors from one file, and compares its size, header and every byte read with the manifest.
+    Raises ConfigError, with the names of file and tensor, if they differ."""
 
     def __init__(self, path: Path, entry: FileEntry, expected: dict[str, tuple[str, Slice]]):
-        """Open the file. `expected` has the data type and the slice of each tensor in it."""
+        """Check the file's size and header. `expected`: the dtype and the slice of each tensor in the file."""
         self.bytes_read = 0
         self.path, self._dtypes = path, {name: DTYPES[dtype] for name, (dtype, _) in expected.items()}
         try:
@@ -76,8 +75,8 @@ class CheckedFile:
             raise ConfigError([f"{path}: {min(superfluous)} is not in the manifest"])
 
     def _place(self, name: str, content: dict[str, Any], dtype: str, stored: Slice) -> tuple[int, int, Slice]:
-        """Return where a tensor's bytes begin and end in the file, and its slice. Raises ValueError if the header and
-        the manifest differ."""
+        """Return where a tensor's bytes begin and end in the file, and the slice that these bytes are. Raises
+        ValueError if the header and the manifest differ."""
         (begin, end), blocks = content[name]["data_offsets"], self._checksums[name]
         n_bytes = math.prod(stored.size) * DTYPES[dtype].itemsize
         inside = type(begin) is type(end) is int and begin >= 0 and end - begin == n_bytes
@@ -88,7 +87,7 @@ class CheckedFile:
         return self._begin + begin, self._begin + end, stored
 
     def read_into(self, target: Tensor, name: str, wanted: Slice) -> None:
-        """Fill `target`, the slice `wanted` of a tensor on any device, with the elements that this file has."""
+        """Copy this file's elements of the slice `wanted` into `target`, which is that slice, on any device."""
         begin, end, stored = self._places[name]
         part = stored.overlap(wanted)
         target = target[part.inside(wanted)]
@@ -109,7 +108,7 @@ class CheckedFile:
         target.copy_(rows[part.inside(of_rows)])
 
     def _read_blocks(self, name: str, blocks: range, data: memoryview) -> None:
-        """Read consecutive blocks of a tensor's bytes, and check each. The last block may be shorter."""
+        """Read consecutive blocks of a tensor's bytes, and verify each block's checksum."""
         begin = self._places[name][0] + blocks.start * BLOCK_BYTES
         checksums = self._checksums[name][blocks.start : blocks.stop]
         try:
@@ -122,7 +121,7 @@ class CheckedFile:
             raise cannot_read(f"{self.path}: {name}", error) from None
 
     def verify(self) -> Iterator[int]:
-        """Read every tensor of the file and check it. Yields the number of bytes of each tensor read."""
+        """Read all tensors of the file and verify their checksums. Yields the number of bytes of each block read."""
         buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
         for name, (begin, end, _) in self._places.items():
             for block in range(len(self._checksums[name])):

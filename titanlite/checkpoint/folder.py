@@ -1,15 +1,15 @@
-"""The folder of a run's checkpoints: the names of a checkpoint's states, and the changes between them.
+"""The folder of a run's checkpoints. The name of a checkpoint tells its state, and a rename changes the state.
 
-    step-100/               good: its weights have given a finite step
-    step-200.unconfirmed/   complete, but its weights have given no finite step yet
+    step-100/               good: its weights have given a finite loss and gradient norm
+    step-200.unconfirmed/   complete, but its weights have given no finite loss yet
     step-300.tmp/           being written, or left by a run that died; never read
     step-200.replaced/      complete, while another checkpoint of the same step takes its name
-    step-200.diverged/      its weights gave a step that was not finite
+    step-200.diverged/      its weights gave a loss or gradient norm that was not finite
     step-200.suspect/       saved after the last comparison of replicas that agreed
     step-200.damaged/       renamed by checkpoint.on_corrupt = "previous"
 
-A resume reads the newest that is good or unconfirmed. Whenever the process is killed, a complete checkpoint of the
-newest step that was ever complete remains under such a name. Only rank 0 changes the folder.
+A resume reads the newest good or unconfirmed checkpoint. Whenever the process is killed, a complete checkpoint of the
+newest saved step remains, good, unconfirmed or replaced. Only rank 0 changes the folder.
 """
 
 import contextlib
@@ -31,36 +31,35 @@ SET_ASIDE = {
     SUSPECT: "it was saved after the last comparison of replicas that agreed",
     DAMAGED: "it is damaged",
 }
-"""Why a checkpoint with this suffix is not read."""
+"""For each suffix of checkpoints that are set aside, the reason why no resume reads them."""
 
 
 def state_of(path: Path) -> tuple[int, str] | None:
-    """Return the step and the suffix of a checkpoint's folder, as (200, ".unconfirmed"); "" if it is good. Return None
-    for any other name. The number of a second .damaged is dropped."""
+    """Return the step and the suffix of a checkpoint's folder, such as (200, ".unconfirmed"); the suffix of a good
+    checkpoint is "". Return None for other names. A number behind the suffix, as in .damaged2, is ignored."""
     match = re.fullmatch(r"step-(\d+)((?:\.[a-z]+)*)\d*", path.name, re.ASCII)
     return (int(match[1]), match[2]) if match else None
 
 
 def why_not_read(path: Path) -> str:
-    """Return words for an error that say why a checkpoint's folder is not read; "" if its name does not tell."""
+    """Return the reason why a checkpoint's folder is not read, for an error message; "" if its name gives none."""
     state = state_of(path)
     reason = SET_ASIDE.get(state[1], "it is not complete" if state[1].endswith(TEMPORARY) else "") if state else ""
     return f"; {reason}; rename it to step-{state[0]} to read it all the same" if reason and path.is_dir() else ""
 
 
 def checkpoints(folder: Path, *suffixes: str) -> list[Path]:
-    """Return the checkpoints in a folder that have one of the suffixes, by step."""
+    """Return the checkpoints in a folder whose names have one of the suffixes, sorted by step."""
     found = [(state_of(path), path) for path in folder.glob("step-*") if path.is_dir()]
     return [path for state, path in sorted((state, path) for state, path in found if state) if state[1] in suffixes]
 
 
 def complete_steps(folder: Path) -> list[int]:
-    """Return the steps whose checkpoints in a folder are good, ascending."""
     return [state_of(path)[0] for path in checkpoints(folder, "")]
 
 
 def _remove(path: Path) -> None:
-    """Delete a folder, or only the symbolic link to one, since the link's target is not this run's."""
+    """Delete a folder. Of a symbolic link, delete only the link, since its target is not this run's."""
     if path.is_symlink():
         path.unlink()
     else:
@@ -68,8 +67,8 @@ def _remove(path: Path) -> None:
 
 
 class CheckpointFolder:
-    """Renames and deletes checkpoints. Every method raises OSError if the disk does, or if the folder or a checkpoint
-    was replaced by a link to another folder since the run began."""
+    """Renames and deletes checkpoints. Every method raises OSError if an operation on the disk fails, or if the folder
+    or a checkpoint was replaced by a link to another folder since the run began."""
 
     def __init__(self, path: Path, keep_latest_k: int):
         self._path, self._place, self.keep_latest_k = path, os.path.realpath(path), keep_latest_k
@@ -82,8 +81,7 @@ class CheckpointFolder:
         return self._path
 
     def recover(self) -> None:
-        """Delete what a killed run has not finished, and complete its renames. Raises ConfigError for a file that has
-        the name of a checkpoint."""
+        """Delete a killed run's unfinished checkpoints, and finish renames. Raises ConfigError if step-N is a file."""
         for path in self.path.glob("step-*"):
             if (state_of(path) or path.name.endswith(TEMPORARY)) and not path.is_dir():
                 raise ConfigError([f"{path}: expected the folder of a checkpoint; move or remove this"])
@@ -97,21 +95,19 @@ class CheckpointFolder:
             _remove(path)
 
     def named(self, step: int, suffix: str = "") -> Path:
-        """Return the path of a step's checkpoint in a state."""
         path = self.path / f"step-{step}{suffix}"
         if path.is_symlink():
             raise OSError(errno.ELOOP, "expected the folder of a checkpoint, not a link", str(path))
         return path
 
     def to_resume(self) -> list[str]:
-        """Return the names of the checkpoints that a run can resume from, the best last: newer ones after older ones,
-        and of the same step the good one last."""
+        """Return the names of good and unconfirmed checkpoints, the newest last; of one step, the good one last."""
         paths = checkpoints(self._path, "", UNCONFIRMED)
         return [path.name for path in sorted(paths, key=lambda path: (state_of(path)[0], path.suffix != UNCONFIRMED))]
 
     def create(self, step: int) -> Path:
-        """Create the empty folder that a checkpoint is written into. If keep_latest_k is lower than before, as after a
-        full disk, older checkpoints are deleted first."""
+        """Create the empty folder into which a checkpoint is written. Good checkpoints beyond the newest keep_latest_k
+        are deleted first: a user may have lowered keep_latest_k after the disk was full."""
         self._delete_oldest("")
         self.close()
         path = self.named(step, TEMPORARY)
@@ -120,26 +116,23 @@ class CheckpointFolder:
         return path
 
     def remove_unfinished(self, step: int) -> None:
-        """Free the space of a checkpoint that could not be written."""
         with contextlib.suppress(OSError):
             shutil.rmtree(self.named(step, TEMPORARY))
 
     def publish(self, step: int) -> None:
-        """Rename a checkpoint whose files are all on the disk, so that a run can resume from it. Delete the unconfirmed
-        ones beyond the newest k."""
+        """Rename a complete checkpoint from .tmp to .unconfirmed. Delete unconfirmed ones beyond keep_latest_k."""
         self._rename(self.named(step, TEMPORARY), self.named(step, UNCONFIRMED))
         self._delete_oldest(UNCONFIRMED)
 
     def confirm(self, step: int) -> None:
-        """Rename a checkpoint as good, and delete the good ones beyond the newest k."""
+        """Rename an unconfirmed checkpoint as good, and delete good checkpoints beyond the newest keep_latest_k."""
         unconfirmed = self.named(step, UNCONFIRMED)
-        if unconfirmed.exists():  # a newer checkpoint may have displaced it
+        if unconfirmed.exists():  # `publish` may have deleted this checkpoint
             self._rename(unconfirmed, self.named(step))
             self._delete_oldest("")
 
     def set_aside(self, path: Path, suffix: str) -> str:
-        """Rename a checkpoint so that later starts neither read nor count it. Return its new name.
-        It stays there until the user or `delete_set_aside` deletes it."""
+        """Rename a checkpoint so that later starts ignore it. Return the new name."""
         step, _ = state_of(path)
         names = (f"step-{step}{suffix}{number}" for number in itertools.chain([""], itertools.count(2)))
         target = next(path.with_name(name) for name in names if not path.with_name(name).exists())
@@ -148,22 +141,22 @@ class CheckpointFolder:
         return target.name
 
     def delete_set_aside(self, suffix: str) -> None:
-        """Delete what an earlier failure has set aside: a run that fails again and again would fill the disk."""
+        """Delete checkpoints that an earlier failure has set aside, since repeated failures would fill the disk."""
         for path in checkpoints(self.path, suffix):
             self._delete(path)
 
     def close(self) -> None:
-        """Wait until everything that was deleted is gone, but not for long: the next start deletes the rest."""
+        """Wait for deletions in the background, for at most 10 seconds each: the next start deletes the rest."""
         for thread in self._deleting:
             thread.join(timeout=10)
 
     def _rename(self, source: Path, target: Path) -> None:
-        """Rename a checkpoint. Another one that has the name stays complete, under a third name, until that is done."""
+        """Rename a checkpoint to `target`. An existing `target` is renamed to .replaced first, and deleted last."""
         replaced = self.named(state_of(target)[0], REPLACED)
         if target.exists():
             target.rename(replaced)
         source.rename(target)
-        sync_folder(self.path)  # the rename itself reaches the disk
+        sync_folder(self.path)  # wait until the new name is on the disk
         if replaced.exists():
             self._delete(replaced)
 
@@ -172,7 +165,7 @@ class CheckpointFolder:
             self._delete(path)
 
     def _delete(self, path: Path) -> None:
-        """Delete a checkpoint in the background. It no longer counts as complete from now on."""
+        """Rename a checkpoint, so that it no longer counts as complete, and delete its files in the background."""
         renamed = path.rename(path.with_name(f"{path.name}.old{TEMPORARY}"))
         thread = threading.Thread(target=_remove, args=(renamed,), name="delete checkpoint")
         thread.start()

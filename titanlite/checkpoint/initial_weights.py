@@ -1,4 +1,4 @@
-"""The weights that a run starts from if it has no checkpoint to resume from, checked before any rank starts."""
+"""Check, before any rank starts, the weights from which a run starts if it has no checkpoint to resume."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -9,12 +9,12 @@ from titanlite.config.schema import SEEDED, Checkpoint, Job, Model
 
 KEY = "checkpoint.initial_load_path"
 SIZES = {"dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size", "moe.n_experts"}
-"""Options whose values the weights fix: a config that sets another value is rejected."""
+"""Options of [model] that must equal those of the weights, even if the user has set other values."""
 
 
 def check_initial_weights(job: Job, checkpoint: Checkpoint, model: Model, is_set: Collection[str]) -> None:
-    """Raise ConfigError if a run that has nothing to resume from is to start from a folder that lacks weights, or whose
-    config.json is of another model. Options in `is_set` may differ from that file, since the user has chosen them."""
+    """Raise ConfigError if a run without a checkpoint to resume would start from a folder that lacks weights, or whose
+    config.json is of another model. Options in `is_set`, which the user has set, may differ from config.json."""
     place = checkpoint.initial_load_path
     saved = checkpoints(Path(job.dump_folder) / checkpoint.folder, "", UNCONFIRMED, REPLACED)
     if place == SEEDED or (checkpoint.enable and saved):
@@ -24,7 +24,7 @@ def check_initial_weights(job: Job, checkpoint: Checkpoint, model: Model, is_set
             problem = f"model.new_tokens = {show(model.new_tokens)}: read only with weights of a Hugging Face folder"
             raise ConfigError([f'{problem}, and {place} has a checkpoint; set "none"'])
         return
-    from titanlite.config.hf.config_json import WEIGHTS  # imported here, since most runs read no such folder
+    from titanlite.config.hf.config_json import WEIGHTS  # imported here: few runs load Hugging Face weights
     from titanlite.hf.config_files import model_of
 
     option = f"{KEY if KEY in is_set else 'model.hf_assets_path'} = {show(place)}"
@@ -48,11 +48,11 @@ def check_initial_weights(job: Job, checkpoint: Checkpoint, model: Model, is_set
 
 
 def is_hugging_face(path: Path) -> bool:
-    """Return whether a folder with weights is a Hugging Face folder, and not a checkpoint. Raises ConfigError if there
-    is no such folder, if it is a checkpoint that must not be read, or if it lacks config.json."""
+    """Return whether a folder with weights is a Hugging Face folder (True) or a checkpoint (False). Raises ConfigError
+    if the folder does not exist, is an incomplete or set-aside checkpoint, or has weights without a config.json."""
     state = state_of(path)
     if (state and state[1] not in ("", UNCONFIRMED)) or not path.is_dir():
-        from titanlite.config.hf.values import how_to_download  # imported here, since only an error needs it
+        from titanlite.config.hf.values import how_to_download  # imported here: only an error message needs it
 
         expected = f"expected a checkpoint's step-N folder, or a Hugging Face folder{why_not_read(path)}"
         raise ConfigError([f"{KEY} = {show(str(path))}: {expected}{how_to_download(path)}"])
@@ -62,8 +62,8 @@ def is_hugging_face(path: Path) -> bool:
 
 
 def step_folders(folder: Path, *suffixes: str) -> list[Path]:
-    """Return the checkpoint that a folder is, or those that it or its folder `checkpoint` contains, oldest first. In a
-    folder of several, only the good ones count, unless `suffixes` are given. Raises ConfigError if there is none."""
+    """Return the folder itself if it is a checkpoint, otherwise the checkpoints in it or in its folder `checkpoint`,
+    oldest first: good checkpoints only, or those with one of `suffixes`. Raises ConfigError without a checkpoint."""
     state = state_of(folder)
     if state and state[1] in ("", UNCONFIRMED) and folder.is_dir():
         return [folder]

@@ -1,4 +1,4 @@
-"""Loading a checkpoint into a run that resumes from it, under any layout, and loading weights without the rest."""
+"""Load a checkpoint into a run that resumes, under any layout, or load only the weights of a checkpoint."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,8 +28,8 @@ from titanlite.launch.progress import progress
 def load_checkpoint(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: Any
 ) -> tuple[dict[str, Any], list[str]]:
-    """Load a checkpoint for the run of a Checkpointer. Return its state, and a line for each problem on any rank.
-    Raises ConfigError if it is of another run."""
+    """Load a checkpoint into a model and optimizer for a Checkpointer's run. Return the checkpoint's state, and a line
+    for each problem on any rank. Raises ConfigError if the checkpoint's identity is that of another run."""
     with collected_problems(checkpointer.group) as problems:
         reader = CheckpointReader(path)
     if problems:
@@ -40,12 +40,15 @@ def load_checkpoint(
         options["data"] = f" (changed: {changed}{why * ('validation.' in changed)})"
     saved = _with_optimizer(state["identity"], state["config"])
     own = _with_optimizer(checkpointer.identity, checkpointer.config if state["config"] else {})
+    options["lora.base"] = " weights in checkpoint.initial_load_path, whose hash it is"
+    if not ("lora.rank" in saved and "lora.rank" in own):  # one run has no LoRA: compare only lora.rank
+        saved, own = ({k: each[k] for k in each if k == "lora.rank" or k[:5] != "lora."} for each in (saved, own))
     differences = [
-        f"{path}: saved with {key} = {show(saved.get(key))}, and this run has {show(value)}; resume "
-        f"with the same{options.get(key, '')}, or start in another job.dump_folder "
+        f"{path}: saved with {_named(key, saved)}, and this run has {_named(key, own).removeprefix(f'{key} = ')}; "
+        f"resume with the same{options.get(key, '')}, or start in another job.dump_folder "
         "(checkpoint.initial_load_path loads only the weights)"
-        for key, value in {**dict.fromkeys(saved), **own}.items()
-        if saved.get(key) != value and key not in checkpointer.may_differ
+        for key in {**saved, **own}
+        if saved.get(key) != own.get(key) and key not in checkpointer.may_differ
     ]
     if differences:
         raise ConfigError(differences)
@@ -55,7 +58,7 @@ def load_checkpoint(
 def _load(reader: CheckpointReader, model: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: Any) -> list[str]:
     """Load a checkpoint's tensors, and return a line for each problem on any rank."""
     n_saved = sum(name.startswith("random.cpu.") for name in reader.shapes)
-    generators = random_states() if n_saved == dist.get_world_size() else {}  # {}: keep this run's own states
+    generators = random_states() if n_saved == dist.get_world_size() else {}  # {}: load no random states
     states = optimizer_tensors(model, optimizer)
     portable = {name: dequantized(state) for name, state in states.items()}
     tensors = model_tensors(model) | portable
@@ -72,10 +75,9 @@ def _load(reader: CheckpointReader, model: nn.Module, optimizer: torch.optim.Opt
 
 
 def load_weights(path: Path, model: nn.Module, options: Model) -> None:
-    """Load the weights of a checkpoint, or of a Hugging Face folder, into plain tensors or this rank's shards. Every
-    rank must call it; a process without ranks may. `options` is the [model] section of the full model. Of a checkpoint
-    of adapters (LoRA), the base is loaded and the adapters are merged; the model's own adapters are left alone. Raises
-    ConfigError if the folder is not complete, is damaged or is of another model."""
+    """Load the weights of a checkpoint or of a Hugging Face folder into a model, sharded or not. Every rank must call
+    it. `options`: the section [model] of the full model. A checkpoint of LoRA adapters gives merged weights; the
+    adapters of `model` itself stay unchanged. Raises ConfigError for incomplete, damaged or another model's weights."""
     base = ""
     with collected_problems() as problems:
         if is_hf := is_hugging_face(path):
@@ -85,7 +87,7 @@ def load_weights(path: Path, model: nn.Module, options: Model) -> None:
         else:
             reader = CheckpointReader(path)
             if reader.state["identity"].get("lora.rank"):
-                from titanlite.checkpoint.adapters import base_of, merge  # imported here: few checkpoints have them
+                from titanlite.checkpoint.adapters import base_of, merge  # imported here: few checkpoints have adapters
 
                 base = base_of(reader)
     if not problems and base:
@@ -106,13 +108,13 @@ def load_tensors(
     group: dist.ProcessGroup | None = None,
     timeout: float = 0,
 ) -> list[str]:
-    """Fill this rank's shards of tensors, and its random states (`generators`). The tensors of all ranks must be those
-    of the checkpoint whose names have the prefixes. Return a line for each problem on any rank. With a group, each rank
-    may take as long as it needs, if it reads a byte within `timeout` seconds."""
+    """Fill this rank's shards of tensors and its random states (`generators`). The names of all ranks' tensors together
+    must be the checkpoint's names that begin with a prefix. Return a line for each problem on any rank. With a group, a
+    rank may read for any time, but must read at least a byte in `timeout` seconds."""
     saved = {name for name in reader.shapes if name.startswith(prefixes)}
     own = torch.tensor(sum(is_on_first_rank(name, tensors) for name in tensors))
     if dist.is_initialized():
-        dist.all_reduce(own, group=group)  # pipeline stages have different tensors
+        dist.all_reduce(own, group=group)  # sum over pipeline stages, which have different tensors
     with collected_problems(group) as problems:
         reader.check(tensors)
         if own < len(saved):
@@ -132,8 +134,12 @@ def load_tensors(
     return problems
 
 
+def _named(key: str, identity: Mapping[str, Any]) -> str:
+    return f"{key} = {show(identity[key])}" if key in identity else f"no {key}"
+
+
 def _with_optimizer(identity: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the identity with the states added that an optimizer saves, if the run's config is known."""
-    name, ema = config.get("optimizer.name"), "on" if config.get("ema.decay") else "off"
+    """Add to a run's identity which kinds of optimizer states its checkpoints have, if the run's config is known."""
+    name, ema = config.get("optimizer.name"), "above 0" if config.get("ema.decay") else "0"
     states = {"optimizer.name": "Muon" if name == "Muon" else "Adam or AdamW", "ema.decay": ema}
     return identity | (states if name else {})

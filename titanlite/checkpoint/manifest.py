@@ -1,8 +1,5 @@
-"""The index of a checkpoint: manifest.json says which bytes of which file are which slice of which tensor.
-
-Nothing in it is code, and nothing is believed before it is checked: types, sizes, checksums, and that the slices of a
-tensor cover each of its elements once.
-"""
+"""The index of a checkpoint: manifest.json tells which file has which slice of which tensor. The manifest contains no
+code. Types, sizes and checksums are verified first, and that the slices of a tensor cover each element exactly once."""
 
 import functools
 import json
@@ -23,7 +20,7 @@ from titanlite.parallel.shards import Slice
 
 MANIFEST, STATE = "manifest.json", "state.json"
 FORMAT, VERSION = "titanlite checkpoint", 1
-DTYPES = {  # keys: their names in safetensors files
+DTYPES = {  # keys: names of dtypes in safetensors files
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -33,9 +30,9 @@ DTYPES = {  # keys: their names in safetensors files
     "U8": torch.uint8,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-LARGEST_MANIFEST = 2**27  # bytes
+LARGEST_MANIFEST = 2**27  # largest manifest in bytes
 LARGEST_GRID = 10_000_000
-"""Cells of the grid in which slices are checked, at most; 4096 ranks need at most 4096 of them."""
+"""The most cells of the grid in which a tensor's slices are checked; 4096 ranks need at most 4096 cells."""
 
 
 class FileEntry(Record):
@@ -53,26 +50,26 @@ class TensorEntry(Record):
 
 
 class Manifest(Record):
-    """The content of manifest.json, checked for types only."""
+    """The content of manifest.json, of which parsing checks only the types."""
 
     format: Literal["titanlite checkpoint"]
     version: Literal[1]
     files: dict[str, FileEntry]
     layouts: list[list[tuple[Int63, list[Int63], list[Int63]]]]
-    """Ways in which tensors are split into slices. Each slice is its file (an index into `files`), its offset and its
-    size. Tensors share layouts: 80 layers of a model are split alike."""
+    """Ways in which tensors are split into slices: of each slice, the file (an index into `files`), the offset and the
+    size. Tensors that are split alike share a layout."""
     tensors: dict[str, TensorEntry]
     xxh3_64: Checksum
-    """The checksum of the rest of this file."""
+    """The checksum of all other keys of manifest.json."""
     _overlaps: dict[tuple[int, Slice], list[tuple[int, Slice]]] = PrivateAttr(default_factory=dict)
 
     @functools.cached_property
     def file_names(self) -> list[str]:
-        """Names of the files in the order that layouts count them."""
+        """Names of the files, in the order of the indices in `layouts`."""
         return list(self.files)
 
     def slices(self, name: str, wanted: Slice) -> list[tuple[int, Slice]]:
-        """Return the stored slices of a tensor that overlap the `wanted` slice, each with its file."""
+        """Return the stored slices of a tensor that overlap the slice `wanted`, each with the index of its file."""
         layout = self.tensors[name].layout
         if (layout, wanted) not in self._overlaps:
             stored = ((file, Slice(tuple(offset), tuple(size))) for file, offset, size in self.layouts[layout])
@@ -80,7 +77,7 @@ class Manifest(Record):
         return self._overlaps[layout, wanted]
 
     def names_of_file(self, file: int) -> dict[str, Slice]:
-        """Return the slices that a file has, by the names of their tensors."""
+        """Return the slices in a file, by the name of the tensor."""
         return {name: each for layout, each in self._layouts_of_files[file] for name in self._names_of_layouts[layout]}
 
     @functools.cached_property
@@ -100,16 +97,16 @@ class Manifest(Record):
 
 
 class Stored(NamedTuple):
-    """The content of one file, as reported by the rank that wrote it."""
+    """The content of one safetensors file, which the writing rank reports to rank 0."""
 
     entry: FileEntry
     slices: dict[tuple[str, tuple[int, ...], Slice], list[str]]
-    """Tensor names by data type, full shape and slice."""
+    """Names of tensors, by their dtype, full shape and slice."""
 
 
 def build_manifest(files: Mapping[str, Stored], state: bytes) -> bytes:
-    """Return manifest.json of a checkpoint with these safetensors files and this state.json."""
-    layouts: dict[tuple[int, int, Slice], int] = {}  # number of a layout; key: the one it extends, and the new slice
+    """Return manifest.json for a checkpoint that consists of safetensors `files` and `state`, its state.json."""
+    layouts: dict[tuple[int, int, Slice], int] = {}  # (number of shorter layout, file, added slice) -> layout's number
     layout_of: dict[str, int] = {}
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     for index, stored in enumerate(files.values()):
@@ -147,7 +144,7 @@ def _checksum_of(content: Mapping[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of a checkpoint. Raises ConfigError with one line if it cannot be trusted."""
+    """Return the manifest of a checkpoint. Raises ConfigError, with one line, if the manifest is missing or wrong."""
     path = folder / MANIFEST
     if not path.exists():
         hint = "; if it is of torchtitan, export it there to Hugging Face" if (folder / ".metadata").exists() else ""
@@ -167,7 +164,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _problem_of(manifest: Manifest) -> str:
-    """Return what is wrong with a manifest's names and slices; "" if nothing is."""
+    """Return the first problem of a manifest's names and slices; "" if there is none."""
     for name in manifest.files:
         if name != STATE and not re.fullmatch(r"[A-Za-z0-9_-]{1,100}\.safetensors", name):
             return f"files: {show(name)} is no name of a checkpoint's file"
@@ -187,7 +184,7 @@ def _problem_of(manifest: Manifest) -> str:
 
 
 def _problem_of_slices(slices: list[tuple[int, list[int], list[int]]], shape: list[int], n_files: int) -> str:
-    """Return what is wrong with the slices of a tensor: they must cover each element once."""
+    """Return the problem of a tensor's slices, which must cover each element exactly once; "" if there is none."""
     files = [file for file, _, _ in slices]
     if len(set(files)) < len(files) or max(files, default=-1) >= n_files:
         return "each slice must be in another file, and the file must exist"
@@ -197,7 +194,7 @@ def _problem_of_slices(slices: list[tuple[int, list[int], list[int]]], shape: li
             return f"a slice of size {size} at {offset} is not inside the shape {shape}"
     if math.prod(shape) == 0:
         return ""
-    # The boundaries of all slices form a grid. Every cell of it must be covered once.
+    # The boundaries of all slices form a grid. Exactly one slice must cover each cell of the grid.
     bounds = [
         sorted({0, n, *(each for _, offset, size in slices for each in (offset[d], offset[d] + size[d]))})
         for d, n in enumerate(shape)
@@ -212,7 +209,7 @@ def _problem_of_slices(slices: list[tuple[int, list[int], list[int]]], shape: li
 
 
 def read_json(path: Path, entry: FileEntry | None = None) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises ConfigError if it is no object, or not the file of the manifest."""
+    """Return the JSON object in a file. Raises ConfigError if the file has no JSON object, or differs from `entry`."""
     try:
         data = read_file(path, LARGEST_MANIFEST)
         if entry and (len(data), checksum(data)) != (entry.bytes, entry.xxh3_64):

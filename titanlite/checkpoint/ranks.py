@@ -1,4 +1,4 @@
-"""Waiting for ranks that each read or write their own files, and collecting their problems on all of them."""
+"""Wait for all ranks while each reads or writes its own files, and collect their problems on every rank."""
 
 import contextlib
 import time
@@ -14,15 +14,15 @@ from titanlite.config.loader import ConfigError
 from titanlite.launch.progress import alive
 
 INTERVAL_SECONDS = 10.0
-"""Longest time between two signs of life of a rank that reads or writes."""
+"""The longest time between two exchanges of ranks that read or write."""
 
 
 @contextlib.contextmanager
 def collected_problems(
     group: dist.ProcessGroup | None = None, kind: type[Exception] = ConfigError
 ) -> Iterator[list[str]]:
-    """Yield a list that has, after the body of the with statement, a line for each problem of any rank. Every rank
-    must enter it. In a process without ranks, the list has the problems of this process."""
+    """Yield a list that contains, after the with statement, a line for each problem that the statement's body raised on
+    any rank. Every rank must enter the with statement. A process without ranks gets only its own problems."""
     own, problems = list[str](), list[str]()
     try:
         yield problems
@@ -38,10 +38,9 @@ def collected_problems(
 def with_all_ranks(
     work: Callable[[], Any], n_done: Callable[[], int], description: str, *, group: dist.ProcessGroup, timeout: float
 ) -> Any:
-    """Access this rank's files in a thread, and return what `work` returns once all ranks have done theirs. They need
-    very different times, so they exchange at short intervals whether they are done: only a rank that does not answer
-    within the group's timeout is dead. Raises TrainingError if `n_done`, the bytes that this rank has accessed, has not
-    changed for `timeout` seconds."""
+    """Run `work`, which reads or writes this rank's files, in a thread, and return its result when all ranks are done.
+    Since ranks need very different times, they exchange at short intervals whether they are done: only a dead rank
+    exceeds the group's timeout. Raises TrainingError if `n_done()`, in bytes, stays the same for `timeout` seconds."""
     thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint files")
     future = thread.submit(work)
     thread.shutdown(wait=False)

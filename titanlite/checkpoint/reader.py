@@ -1,4 +1,4 @@
-"""Reading a checkpoint: full tensors in one process, or only each rank's slices, under any layout."""
+"""Read a checkpoint: full tensors in one process, or each rank's slices under any layout."""
 
 import functools
 from collections.abc import Iterator, Mapping
@@ -19,8 +19,7 @@ from titanlite.parallel.shards import Slice, shard_slice
 
 
 class _State(Record, extra="allow"):
-    """state.json: everything of a run but its tensors. Other keys, and those of `data`, have owners, which parse them
-    when they load them."""
+    """The content of state.json, of which the loader parses `data`, and other objects parse extra keys."""
 
     step: int = Field(ge=1)
     identity: dict[str, int | float | bool | str | list[Any]]
@@ -30,11 +29,8 @@ class _State(Record, extra="allow"):
 
 
 class CheckpointReader:
-    """Reads one complete checkpoint, a step-N folder.
-
-    Every method raises ConfigError, with one line that names the file, and the tensor, if something is missing,
-    damaged, of another checkpoint or not of this format.
-    """
+    """Reads one complete checkpoint, a step-N folder. Every method raises ConfigError, with one line that names file
+    and tensor, if a file is missing, damaged, of another checkpoint or not of this format."""
 
     def __init__(self, path: Path):
         self.path, self.manifest = path, read_manifest(path)
@@ -47,7 +43,6 @@ class CheckpointReader:
 
     @functools.cached_property
     def shapes(self) -> dict[str, torch.Size]:
-        """Shapes of the full tensors by name."""
         return {name: torch.Size(entry.shape) for name, entry in self.manifest.tensors.items()}
 
     @functools.cached_property
@@ -56,7 +51,6 @@ class CheckpointReader:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of tensors that have been read so far."""
         return sum(file.bytes_read for file in list(self._files.values()))
 
     def read(self, name: str) -> Tensor:
@@ -65,13 +59,13 @@ class CheckpointReader:
             raise ConfigError([f"{self.path}: {name} is not in the checkpoint"])
         shape = self.shapes[name]
         everything = Slice((0,) * len(shape), tuple(shape))
-        self._open(name, everything)  # checks the sizes of the files before the memory is allocated
+        self._open(name, everything)  # verify the files' sizes first: a wrong shape must not allocate memory
         full = torch.empty(shape, dtype=self.dtypes[name])
         self._fill(full, name, everything)
         return full
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Check that the checkpoint has these tensors (plain tensors or DTensors) with the same shapes."""
+        """Check that the checkpoint contains all `tensors`, plain tensors or DTensors, with their full shapes."""
         if missing := [name for name in tensors if name not in self.shapes]:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise ConfigError([f"{self.path}: {missing[0]}{more} is not in the checkpoint; it is of another model"])
@@ -81,8 +75,7 @@ class CheckpointReader:
                 raise ConfigError([f"{self.path}: {name} has shape {shapes}; it is of another model"])
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill the shards of these tensors on this rank, converted to their data types. Only files that have some of
-        their elements are opened. Nothing is filled unless all elements exist."""
+        """Fill this rank's shards of `tensors` in their own dtypes. Only files with needed elements are opened."""
         self.check(tensors)
         shards = {name: (plain_shard(tensor), shard_slice(tensor)) for name, tensor in tensors.items()}
         for name, (_, wanted) in shards.items():
@@ -91,7 +84,7 @@ class CheckpointReader:
             self._fill(local, name, wanted)
 
     def verify(self) -> Iterator[int]:
-        """Read every byte of every tensor and check it. Yields the bytes read, 4 MiB or less at a time."""
+        """Read all tensors and verify their checksums. Yields the number of bytes of each block read, at most 4 MiB."""
         for index in range(len(self.manifest.file_names)):
             if self.manifest.file_names[index] != STATE:
                 yield from self._file(index).verify()

@@ -18,18 +18,18 @@ from titanlite.train_step import OneGroup
 
 
 class RunState(NamedTuple):
-    """The state of a run that a checkpoint stores beside tensors, as plain JSON."""
+    """The objects of a run whose state a checkpoint stores beside tensors, as plain JSON."""
 
     loader: Loader
     guard: StepGuard
     groups: OneGroup
 
     def save(self) -> dict[str, Any]:
-        """Return the state. Every rank must call it."""
+        """Return the state of loader, guard and groups. Every rank must call it."""
         return {**self.guard.state(), "data": self.loader.state(), **self.groups.state()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from the state of another replica group."""
+        """Continue from a state that another replica group has saved."""
         self.guard.load(state)
         self.loader.close()
         self.loader.start(state["data"])
@@ -45,15 +45,15 @@ class Trained(NamedTuple):
 
 
 class NoCheckpoints:
-    """Loads initial weights, and saves nothing: checkpoint.enable = false. Its subclass Checkpointer does the rest."""
+    """Loads initial weights and saves no checkpoint (checkpoint.enable = false). The base class of Checkpointer."""
 
     def __init__(self, checkpoint: Checkpoint, run: Trained | None = None):
         self.checkpoint, self.run = checkpoint, run
 
     def begin(self, options: Model, seed: int) -> dict[str, Any]:
-        """Load the newest checkpoint, else the weights of checkpoint.initial_load_path, else leave the initial ones.
-        `options` is the [model] section, `seed` the seed of the initial weights, to be printed. Return the saved state
-        with its `step`; without a checkpoint, an empty one. Raises ConfigError if it is damaged or does not fit."""
+        """Load the newest checkpoint, or the weights of checkpoint.initial_load_path, or neither. `options`: the
+        section [model]. `seed`: the seed of the initial weights, for the log. Return the state in the checkpoint with
+        its `step`, or {}. Raises ConfigError if the weights are damaged or do not fit."""
         mark("loading a checkpoint")
         place = self.checkpoint.initial_load_path
         self.load_initial(options)
@@ -61,9 +61,8 @@ class NoCheckpoints:
         return {}
 
     def load_initial(self, options: Model) -> None:
-        """Load the weights of checkpoint.initial_load_path, if it names any."""
         if self.checkpoint.initial_load_path != SEEDED:
-            from titanlite.checkpoint.loading import load_weights  # here, as few runs need it
+            from titanlite.checkpoint.loading import load_weights  # imported here: few runs load weights
 
             load_weights(Path(self.checkpoint.initial_load_path), self.run.model, options)
 
@@ -72,25 +71,25 @@ class NoCheckpoints:
         return contextlib.nullcontext()
 
     def confirm(self, step: int) -> None:
-        """Register that a step was finite, so that checkpoints of earlier steps are good. This is cheap if there is
-        nothing to do. Raises TrainingError if a checkpoint cannot be renamed."""
+        """Record that a step's loss was finite, and rename the checkpoints of earlier steps as good. Raises
+        TrainingError if a checkpoint cannot be renamed."""
 
     def after_divergence(self) -> str:
-        """Set aside the checkpoints whose weights gave no finite step. Return what to tell the user."""
+        """Set aside the checkpoints whose weights gave no finite loss, and return text for the error message."""
         return ""
 
     def after_step(self, step: int, state: RunState, *, asked: bool, is_last: bool) -> None:
-        """Save a step if it is due: every checkpoint.interval steps, when a rank was `asked` to save, and the last one.
-        Raises TrainingError as Checkpointer.save does."""
+        """Save a step if its number is a multiple of checkpoint.interval, if a rank was `asked` to save, or if the step
+        `is_last`. Raises TrainingError as Checkpointer.save does."""
 
     def end(self, step: int, state: RunState, last_loss: Callable[[], float]) -> None:
-        """Save the step of the weights unless it was saved before, wait for the last checkpoint, and test it if no
-        later step has tested it, by `last_loss`, the loss of a further batch with these weights. Every rank calls it.
-        Raises TrainingError if a checkpoint could not be written or the loss is not finite."""
+        """Save the last step if it has not been saved, and wait for the save. Test an unconfirmed checkpoint by
+        `last_loss()`, the loss of one more batch with its weights. Every rank must call it. Raises TrainingError if a
+        checkpoint could not be written, or the loss is not finite."""
 
     def metrics(self) -> dict[str, float]:
-        """Return the values since the last call, by tag."""
+        """Return the metrics of checkpoints since the last call, by tag."""
         return {}
 
     def close(self) -> None:
-        """Wait for all background work. Raises what an asynchronous save raised."""
+        """Wait for all work in the background. Raises the error of an asynchronous save."""

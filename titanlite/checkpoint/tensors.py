@@ -11,11 +11,11 @@ from titanlite.config.schema import LORA_FACTORS
 from titanlite.parallel.shards import local_shard, n_replicas, shard_slice
 
 Slices = dict[str, tuple[Tensor, tuple[int, ...], tuple[int, ...]]]
-"""What a rank saves, by the name of the tensor: its slice, the slice's offset and the full tensor's shape."""
+"""The slices that a rank saves, by tensor name: the slice, its offset in the full tensor, and the full shape."""
 
 
 def slices_to_save(tensors: Mapping[str, Tensor]) -> Slices:
-    """Return the slices that this rank saves. Each shard is saved by one of the ranks that have it, in turn."""
+    """Return the slices that this rank saves. Ranks with the same shards take turns, so that each saves some shards."""
     slices: Slices = {}
     for index, (name, tensor) in enumerate(tensors.items()):
         offset, size = shard_slice(tensor)
@@ -27,7 +27,7 @@ def slices_to_save(tensors: Mapping[str, Tensor]) -> Slices:
 
 
 def plain_shard(tensor: Tensor) -> Tensor:
-    """Return this rank's shard as a plain tensor that shares its memory, even where a technique has wrapped it."""
+    """Return this rank's shard as a plain tensor that shares its memory, unwrapping subclasses such as torchao's."""
     local = local_shard(tensor).detach()
     if type(local) is Tensor:
         return local
@@ -36,7 +36,7 @@ def plain_shard(tensor: Tensor) -> Tensor:
 
 
 def _replica(tensor: DTensor) -> int:
-    """Return the number of this rank among those that have the same shard."""
+    """Return the index of this rank among the ranks that have the same shard."""
     number = 0
     for axis, placement in enumerate(tensor.placements):
         if placement.is_replicate():
@@ -45,8 +45,8 @@ def _replica(tensor: DTensor) -> int:
 
 
 def is_on_first_rank(name: str, tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether this rank is the first of those that have a tensor, or a shard of it. An optimizer state that is a
-    plain number is on all ranks of its parameter."""
+    """Return whether this rank is the first of the ranks that have a tensor or a shard of it. The ranks of an optimizer
+    state that is a plain scalar are those of its parameter."""
     if name.startswith("optimizer."):
         name = "model." + name.removeprefix("optimizer.state.").rpartition(".")[0]
     tensor = tensors[name]
@@ -54,8 +54,8 @@ def is_on_first_rank(name: str, tensors: Mapping[str, Tensor]) -> bool:
 
 
 def model_tensors(model: nn.Module, *, of_base: bool = False) -> dict[str, Tensor]:
-    """Return the tensors of a model that a checkpoint stores. Where weights are frozen, they are the adapters alone
-    (LoRA); `of_base`: all tensors except adapters."""
+    """Return the tensors of a model that a checkpoint stores: all tensors or, if the model has LoRA adapters, the
+    adapters only. `of_base`: return all tensors except adapters."""
     tensors = named_tensors(model)
     adapters = {name for name in tensors if name.endswith(LORA_FACTORS)}
     stored = tensors.keys() - adapters if of_base else adapters or tensors.keys()
@@ -63,14 +63,13 @@ def model_tensors(model: nn.Module, *, of_base: bool = False) -> dict[str, Tenso
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's parameters, and the buffers that a checkpoint stores, which the routers of experts have. The
-    tensors share the model's memory, so that loading into them fills the model."""
+    """Return a model's parameters and the routers' buffers, by name, for a checkpoint. All share the model's memory."""
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for name, module in model.named_modules():
         for key in ("balance_bias", "load") if name.endswith(".router") else ():
             buffer = getattr(module, key)
             if buffer is not None and isinstance(module.weight, DTensor):
-                mesh = module.weight.device_mesh  # every rank of it has the buffer
+                mesh = module.weight.device_mesh  # every rank of this mesh has the full buffer
                 buffer = DTensor.from_local(buffer, mesh, [Replicate()] * mesh.ndim, run_check=False)
             if buffer is not None:
                 tensors[f"{name}.{key}"] = buffer
@@ -78,18 +77,17 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the optimizer states by "optimizer." and DCP's flat name; create them if there are none yet. Learning
-    rates and betas come from the config and are not saved."""
-    # It is imported here, since the import takes half a second.
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+    """Return the optimizer states, named "optimizer." and DCP's flat name; before the first step, create the states.
+    Learning rates and betas are left out: a resumed run takes them from its config."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict  # import takes 0.5 s
 
     state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
     return {f"optimizer.{name}": value for name, value in state.items() if name.startswith("state.")}
 
 
 def dequantized(state: Tensor) -> Tensor:
-    """Return a quantized optimizer state in float32, since its scales belong to blocks of a shard and another layout
-    has other shards; return any other state as it is."""
+    """Return a quantized optimizer state in float32, since each scale belongs to a block of a shard, and another layout
+    has other shards. Return any other state unchanged."""
     local = local_shard(state)
     if type(local) is Tensor:
         return state
@@ -101,14 +99,14 @@ def dequantized(state: Tensor) -> Tensor:
 
 
 def load_quantized(state: Tensor, values: Tensor, store: Callable[..., None], *, is_square: bool) -> None:
-    """Write `values`, which `dequantized` returned, to this rank's shard of a quantized optimizer state, exp_avg or
-    exp_avg_sq, by the optimizer's own function `store`."""
+    """Quantize `values`, loaded in float32, into this rank's shard of a quantized optimizer state by `store`, the
+    optimizer's function. `is_square`: the state is exp_avg_sq, not exp_avg."""
     values = local_shard(values)
     store(local_shard(state), values, torch.tensor(True, device=values.device), is_square=is_square)
 
 
 def random_states() -> dict[str, Tensor]:
-    """Return the states of this rank's generators, by the rank's number."""
+    """Return the states of this rank's random generators, by names with the rank's number."""
     rank = dist.get_rank()
     states = {f"random.cpu.{rank}": torch.get_rng_state()}
     if torch.cuda.is_available():

@@ -1,8 +1,7 @@
-"""Options of a run: their types, defaults and meanings, the rules between them, and the launch they are checked with.
+"""Options of a run: types, defaults, rules between options, and the launch that a config is checked with.
 
-A run is described by one TOML file and `--section.key=value` overrides. `load` reads both; `check` compares the config
-with the ranks and devices of a launch. Both report every problem at once as one `ConfigError`, before any process group
-exists. Nothing here imports torch, so a wrong config is reported in a fraction of a second.
+`load` reads a TOML file and `--section.key=value` overrides; `check` compares a config with a launch. `load` and
+`check` report all problems at once as a `ConfigError`, immediately, since this package does not import torch.
 """
 
 import dataclasses
@@ -20,12 +19,12 @@ USAGE = "usage: titanlite train CONFIG [--section.key=value ...]   (--help lists
 
 
 def load(argv: list[str], own: Parts | None = None) -> LoadedConfig[Config]:
-    """Read a config and overrides (`argv`, without the program's name) and check the rules between options. `own`: the
-    user's own parts, which the returned config carries. Raises ConfigError with every problem."""
+    """Read and check a config and overrides from `argv` (without the program's name). The result contains `own`, the
+    user's own parts of the run. Raises ConfigError with every problem."""
     loaded = loader.load(Config, argv, usage=USAGE, rules=rules.between_options)
     return dataclasses.replace(loaded, config=loaded.config.with_own(own)) if own else loaded
 
 
 def load_values(values: dict[str, Any], name: str, arguments: list[str]) -> LoadedConfig[Config]:
-    """Check options of sections as `load` does a file's, and `--section.key=value` arguments. Messages name `name`."""
+    """Check a dict of sections as `load` checks a file, with overrides in `arguments`; error messages name `name`."""
     return loader.load_values(Config, values, name, arguments, rules=rules.between_options)

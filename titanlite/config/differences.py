@@ -1,4 +1,4 @@
-"""The differences between two configs, by `section.key`."""
+"""Comparison of two configs, option by option."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,8 +9,7 @@ from titanlite.config.loader import Section, show, table_of
 
 
 def options_by_key(config: Section, *, without: str = "", prefix: str = "") -> dict[str, Any]:
-    """Return the value of every option by `section.key`, or by `section.key.N.name` for an option in table N of an
-    array. Options whose type has the metadata `without` are left out."""
+    """Return options by `section.key` (in tables `section.key.N.name`), except types with the metadata `without`."""
     options: dict[str, Any] = {}
     for name, field in type(config).model_fields.items():
         key, value = f"{prefix}{name}", getattr(config, name)
@@ -25,11 +24,11 @@ def options_by_key(config: Section, *, without: str = "", prefix: str = "") -> d
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the old and the new value of each option that differs; None for an option that one side lacks."""
+    """Return (old, new) for each option whose values differ; None stands for an option that one config lacks."""
     return {key: (old.get(key), new.get(key)) for key in {**new, **old} if old.get(key) != new.get(key)}
 
 
 def shown(value: Any) -> str:
-    """Return a value as TOML writes it, shortened if it is long."""
+    """Return a value in TOML syntax; more than 100 characters are cut, and a hash of the full text is appended."""
     text = "unset" if value is None else show(value)
     return text if len(text) <= 100 else f"{text[:97]}... ({xxhash.xxh3_64_hexdigest(text.encode())[:8]})"

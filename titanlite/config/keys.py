@@ -1,4 +1,4 @@
-"""Names of the options that several rules name."""
+"""Constants for the keys of options that several rules read."""
 
 EXPERTS, EXPERT = "model.moe.n_experts", "parallelism.expert_parallel_degree"
 LATENT, LAYERS = "model.mla.kv_lora_rank", "model.layer_pattern"

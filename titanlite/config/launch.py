@@ -1,4 +1,4 @@
-"""The ranks and devices of a launch, the rules between them and a config, and the options that they resolve."""
+"""Rules between a config and a launch's ranks and devices, and the automatic values that depend on the launch."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ ATTENTION_BACKENDS_ON_CUDA = {
     "float32": ("efficient", "math"),
     "float64": ("math",),
 }
-"""Attention backends by the data type that the model computes in, the default first."""
+"""Attention backends that support a data type of the model; the first one is the default."""
 LEAST_OPEN_FILES = 256
-"""Limit on the open files of a process: a rank has its token caches open, 64 shards of each, and connections."""
+"""Open files that a process needs at least: up to 64 shards of each token cache, and connections."""
 MOST_CHUNKS = 4096
-"""Most chunks of the loss: a rank, and a plan, computes one after the other, and no device has room for more logits."""
+"""Upper bound on training.loss_chunks, which a rank computes one after the other."""
 CUDNN_SWITCH = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
 
 
@@ -42,18 +42,18 @@ class Launch:
     world_size: int
     local_world_size: int
     n_devices: int
-    """Accelerators that this node has for its ranks; 0: the run is on CPUs."""
+    """Accelerators of this node; 0: the run is on CPUs."""
 
     @classmethod
     def from_environment(cls, n_devices: int) -> Launch:
-        """Read torchrun's variables; without them, there is one rank. Raises ConfigError if one is wrong."""
+        """Read torchrun's variables; without them, the launch is one rank. Raises ConfigError for a wrong variable."""
         world_size = count_from_environment(os.environ, "WORLD_SIZE", 1)
         counts = {"RANK": (0, world_size - 1), "LOCAL_RANK": (0,), "WORLD_SIZE": (1,), "LOCAL_WORLD_SIZE": (1,)}
         return cls(*(count_from_environment(os.environ, name, *limits) for name, limits in counts.items()), n_devices)
 
 
 def count_from_environment(environment: Mapping[str, str], name: str, least: int, most: float = math.inf) -> int:
-    """Return a count in an environment variable; the least value if it is unset or empty."""
+    """Return the integer in an environment variable, or `least` if the variable is unset or empty."""
     text = environment.get(name) or str(least)
     if not re.fullmatch("[0-9]{1,9}", text) or not least <= int(text) <= most:
         limit = f" and <= {most}" if most < math.inf else ""
@@ -62,17 +62,17 @@ def count_from_environment(environment: Mapping[str, str], name: str, least: int
 
 
 def raise_open_file_limit(connections: int = 0) -> None:
-    """Let this process and its children open as many files as the hard limit allows: each connection is one, and the
-    first node's launcher has two to every rank. Raises ConfigError if it is too low: torch would wait forever."""
+    """Raise the limit on open files to the hard limit. Raises ConfigError if the hard limit is too low, since torch
+    would wait forever. `connections` is the number of sockets that this process needs."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # macOS grants less than the infinite hard limit that it reports
+    with contextlib.suppress(ValueError, OSError):  # macOS rejects the infinite hard limit that it reports
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] < (least := LEAST_OPEN_FILES + connections):  # -1: infinite
+    if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] < (least := LEAST_OPEN_FILES + connections):  # -1: no limit
         raise ConfigError([f"environment: ulimit -n = {hard}: expected at least {least} open files; raise the limit"])
 
 
 def require_torchft() -> None:
-    """Raise ConfigError if this environment lacks what replica groups need."""
+    """Raise ConfigError if torchft or its lighthouse's address, which replica groups need, is missing."""
     problems = []
     if not importlib.util.find_spec("torchft"):
         problems.append(f'{GROUPS_ON} = true: torchft is not installed; pip install "titanlite[ft]", or set false')
@@ -89,13 +89,11 @@ def plan_command(file: str) -> str:
 
 
 def quantity(number: int, noun: str) -> str:
-    """Return a number with its noun, as in "1 rank" and "2 ranks"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def check(loaded: LoadedConfig[Config], launch: Launch) -> Config:
-    """Check a config against a launch, and return it with the automatic values resolved: shard degree, batch size, data
-    types, schedule length and others. Raises ConfigError with every problem, the numbers, and what to do."""
+    """Check a config against a launch, and resolve its automatic values. Raises ConfigError with every problem."""
     reject, problems = Rejections(), []
     if launch.world_size > MOST_RANKS:
         raise ConfigError([f"{loaded.file}: {launch.world_size} ranks: expected at most {MOST_RANKS}; lower a degree"])
@@ -115,7 +113,7 @@ def check(loaded: LoadedConfig[Config], launch: Launch) -> Config:
 
 
 def _shard_degree(config: Config, world_size: int, reject: Rejections) -> int:
-    """Return the shard degree; -1 becomes the ranks that remain. Reject degrees that do not fit the world size."""
+    """Return the shard degree; -1: the ranks that are left. Reject degrees whose product is not the world size."""
     shard, product = config.parallelism.data_parallel_shard_degree, config.parallelism.ranks_per_shard
     names = {PIPELINE: "pipeline", REPLICATE: "replicate", CONTEXT: "context", TENSOR: "tensor"}
     degrees = {key: f"{name} {value_of(config, key)}" for key, name in names.items() if value_of(config, key) > 1}
@@ -132,7 +130,7 @@ def _shard_degree(config: Config, world_size: int, reject: Rejections) -> int:
 
 
 def resolve(config: Config, shard_degree: int, *, on_cuda: bool) -> Config:
-    """Fill in the shard degree, the batch size, the data types and the other options that depend on the launch."""
+    """Return a config in which values for this launch replace "auto" and -1."""
     training, parallelism = config.training, config.parallelism
     automatic = "bfloat16" if on_cuda and training.dtype == "float32" else training.dtype
     param = _or_automatic(training.mixed_precision_param, automatic)
@@ -157,12 +155,12 @@ def resolve(config: Config, shard_degree: int, *, on_cuda: bool) -> Config:
 
 
 def resolve_epochs(config: Config, sequences: Any = None) -> Config:
-    """Return a resolved config with the steps of training.epochs, if that is set, with `sequences.n_sequences` in one,
-    and with the lengths of the schedule and its warmup. Raises ConfigError for epochs of too few or too many steps."""
+    """Return a resolved config with training.epochs, if set, converted to steps (`sequences.n_sequences` per epoch),
+    and with the lengths of schedule and warmup. Raises ConfigError if the epochs give too few or too many steps."""
     training, lr_scheduler, steps = config.training, config.lr_scheduler, config.training.steps
     if training.epochs:
         least = config.ema.start_step if config.ema.decay else 1
-        total = int(Fraction(repr(training.epochs)) * sequences.n_sequences)  # repr: 0.29 is 29 hundredths, not less
+        total = int(Fraction(repr(training.epochs)) * sequences.n_sequences)  # repr makes 0.29 exactly 29/100
         steps = total // training.global_batch_size
         if not least <= steps <= MOST_ITEMS:
             problem = f"{total:,} sequences in steps of {training.global_batch_size} are {steps:,} steps"
@@ -179,7 +177,6 @@ def resolve_epochs(config: Config, sequences: Any = None) -> Config:
 
 
 def _or_automatic(value: Any, automatic: Any) -> Any:
-    """Return the value of an option, or `automatic` if it is "auto" or -1."""
     return automatic if value in ("auto", -1) else value
 
 
@@ -193,7 +190,7 @@ def _reshard_after_forward(config: Config, shard_degree: int, param: str) -> str
     training, parallelism = config.training, config.parallelism
     if parallelism.fsdp_reshard_after_forward != "default":
         return parallelism.fsdp_reshard_after_forward
-    # With one shard, the gathered weights are the weights themselves, or a cast of them; experts may still be sharded.
+    # With one shard, all-gather returns the weights themselves, or a cast of them; experts may be sharded even so.
     one_shard = shard_degree * parallelism.context_parallel_degree == 1 and not training.enable_cpu_offload
     keeps = one_shard and (parallelism.expert_parallel_degree == 1 or param != training.dtype)
     return "never" if keeps or parallelism.pipeline_parallel_degree > 1 else "always"
@@ -208,15 +205,13 @@ def _attention_backend(config: Config, param: str, on_cuda: bool) -> str:
 
 
 def loss_chunks(tokens: int, vocabulary: float) -> int:
-    """Return the number of chunks of the loss of some tokens, so that a chunk's logits take at most 2 GiB in float32.
-    Equal chunks need one compilation, and are chosen unless they are twice as many. Smaller chunks would not lower the
-    peak further, and each adds to the head's gradient once more. `vocabulary` is the size of a rank's shard."""
+    """Return the number of chunks in which the loss takes `tokens`, each with at most 2 GiB of float32 logits. Equal
+    chunks, up to twice the least number, save a compilation. `vocabulary` is the size of a rank's shard."""
     least = math.ceil(tokens * vocabulary * 4 / 2**31)
     return next((n for n in range(least, 2 * least) if tokens % n == 0), least)
 
 
 def _rank_rules(config: Config, world_size: int, reject: Rejections) -> None:
-    """Reject sizes that do not fit the ranks that share weights, batches or experts."""
     training, degree = config.training, config.parallelism.data_parallel_degree * config.fault_tolerance.n_groups
     shards = config.parallelism.data_parallel_shard_degree * config.parallelism.context_parallel_degree
     group = config.parallelism.fsdp_reshard_after_forward
@@ -272,7 +267,6 @@ def _device_rules(config: Config, on_cuda: bool, reject: Rejections) -> None:
 
 
 def _float8_device_rules(config: Config, on_cuda: bool, needs_cuda: str, reject: Rejections) -> None:
-    """Reject float8 products that the launch's device, its compiler or the model's dtype does not support."""
     param, emulated, options = config.training.mixed_precision_param, config.float8.emulate, config.compile
     if not emulated and not on_cuda:
         reject("float8.enable", f"{needs_cuda} float8.emulate = true, or this to false")
@@ -280,6 +274,6 @@ def _float8_device_rules(config: Config, on_cuda: bool, needs_cuda: str, reject:
         message = f"float8 products are bfloat16, and the model computes in {param}; set float8.emulate = true, or "
         reject("float8.enable", message + "this to false")
     compiles_model = options.enable and "model" in options.components and options.backend == "inductor"
-    if compiles_model and config.float8.recipe == "mxfp8" and not on_cuda:  # an assertion of inductor (torch 2.13)
+    if compiles_model and config.float8.recipe == "mxfp8" and not on_cuda:  # inductor of torch 2.13 fails an assertion
         message = "inductor's C++ fails on the blocks of MXFP8, and this run is on a CPU; set"
         reject("compile.backend", f'{message} "aot_eager", or compile.enable = false')

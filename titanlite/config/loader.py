@@ -1,8 +1,5 @@
-"""Typed options from a TOML file and `--section.key=value` arguments.
-
-This file knows neither the options (schema.py) nor the rules between them (rules.py). All problems are found in one
-run; each is one line: file or command line, key = value, what was expected, what to do.
-"""
+"""Reading of typed options from a TOML file and `--section.key=value` arguments. All problems of a config are reported
+at once, one per line: file or command line, key = value, what was expected, what to do."""
 
 import contextlib
 import copy
@@ -32,13 +29,13 @@ else:
 
 COMMAND_LINE = "command line"
 LARGEST_CONFIG = 2**20
-"""Bytes of a TOML file at most."""
+"""Largest TOML file, in bytes."""
 OWN_MESSAGE = "own message"
-"""Type of the pydantic errors whose own message says what was expected."""
+"""pydantic type of errors that titanlite raises itself, whose message is shown unchanged."""
 DEEPEST = 32
-"""Levels of a TOML file at most; a config has five."""
+"""Deepest nesting of a TOML file, in levels; a config has five levels."""
 FAR = 4096
-"""An upper bound from here on is a technical limit, which messages need not name."""
+"""Upper bounds from this value on are technical limits, which error messages do not name unless exceeded."""
 TYPES = {"boolean": "true or false", "integer": "an integer", "number": "a finite number", "string": "a string"}
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 """Words for the types and bounds of JSON Schema."""
@@ -48,8 +45,7 @@ _LONG_KEY = re.compile(rf"""(?<![\w-])(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[
 
 
 class Section(BaseModel):
-    """One [section] of the file, which may have sections of its own, as [model] has [model.moe]. It is strict: it takes
-    no unknown key and converts no type silently."""
+    """Base class of a [section], in which sections can be nested. Unknown keys are rejected; no types are converted."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -57,7 +53,7 @@ class Section(BaseModel):
     @classmethod
     def _no_odd_characters(cls, value: Any) -> Any:
         texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
-        # A run prints texts, and a terminal obeys control characters. Surrogates stand for bytes that are not UTF-8.
+        # Terminals obey control characters in printed options. Surrogates stand for bytes that are not UTF-8.
         if any(re.search("[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", text) for text in texts):
             raise PydanticCustomError(OWN_MESSAGE, "expected UTF-8 text without control characters")
         return value
@@ -65,12 +61,12 @@ class Section(BaseModel):
 
 Options = TypeVar("Options", bound=Section)
 Place = tuple[str | int, ...]
-"""The names and numbers that lead to a value in a config."""
+"""Path to a value in a config: names of sections and keys, and numbers of tables."""
 
 
 class ConfigError(Exception):
-    """The config or the launch is wrong. `problems` has one line each; a program prints them and exits with 2. `loaded`
-    is the LoadedConfig without what is wrong, if there is one."""
+    """The config or the launch is wrong; `problems` has one line per problem. `loaded` is the LoadedConfig with
+    defaults in place of wrong values, or None."""
 
     def __init__(self, problems: list[str], loaded: Any = None):
         super().__init__("\n".join(problems))
@@ -79,7 +75,7 @@ class ConfigError(Exception):
 
 
 def check_all(*checks: Callable[[], Any], problems: Sequence[str] = ()) -> None:
-    """Run all checks, and raise ConfigError with these problems and those of the checks, if there are any."""
+    """Run all checks; raise one ConfigError with `problems` and the problems of all checks, if there are any."""
     problems = [*problems]
     for each in checks:
         try:
@@ -104,7 +100,7 @@ class Rejection(NamedTuple):
 
 
 class Rejections(list[Rejection]):
-    """The wrong values that rules find; call it to add one."""
+    """The wrong values that rules found; calling the list adds a Rejection."""
 
     def __call__(self, key: str, message: str, *reads: str) -> None:
         self.append(Rejection(key, message, {key, *reads}))
@@ -115,15 +111,15 @@ Rules = Callable[[Options, set[str]], Rejections]
 
 @dataclasses.dataclass(frozen=True)
 class LoadedConfig(Generic[Options]):
-    """A config and the origin of its values, so that later checks can name it."""
+    """A config with the origin of each value, which error messages name."""
 
     config: Options
     file: str
     origins: dict[str, str]
-    """File or command line, for each `section.key` that was set."""
+    """The config file's name or COMMAND_LINE, for each `section.key` that was set."""
 
     def lines(self, rejections: Rejections, ignored: set[str] = frozenset()) -> list[str]:
-        """Return one line per rejection, except for rules that read an ignored key."""
+        """Return one line per rejection, except for rules that read a key in `ignored`."""
         lines = []
         for key, message, reads in rejections:
             if not ignored & reads:
@@ -136,7 +132,7 @@ class LoadedConfig(Generic[Options]):
 
 
 def value_of(config: Section, key: str) -> Any:
-    """Return the value of an option `section.key`, or `section.key.N.name` of table N of an array, from 0."""
+    """Return the value of option `section.key`, or of `section.key.N.name` in table N of an array of tables."""
     value: Any = config
     for name in key.split("."):
         value = value[int(name)] if isinstance(value, list) else getattr(value, name)
@@ -144,11 +140,9 @@ def value_of(config: Section, key: str) -> Any:
 
 
 def load(kind: type[Options], argv: list[str], *, usage: str, rules: Rules) -> LoadedConfig:
-    """Read one config (see `find_config`) and any number of `--section.key=value` into a Section of Sections.
-
-    A bare `--section.key` is true; a value may follow after a space. `rules` gets the options and the keys whose value
-    is not the default, and returns the problems between options. Raises ConfigError with every problem.
-    """
+    """Read a config (see `find_config`) and its `--section.key=value` overrides into an instance of `kind`. A bare
+    `--section.key` means true, and `--section.key value` is accepted. `rules` takes the config and the keys whose value
+    is not the default. Raises ConfigError with every problem."""
     argv = _with_values(kind, argv)
     names = [argument for argument in argv if not argument.startswith("-")]
     options = [argument for argument in argv if argument.startswith("-")]
@@ -160,7 +154,7 @@ def load(kind: type[Options], argv: list[str], *, usage: str, rules: Rules) -> L
 
 
 def _with_values(kind: type[Section], argv: list[str]) -> list[str]:
-    """Return arguments in which `--section.key value` is `--section.key=value`."""
+    """Return `argv` with each pair `--section.key value` joined to `--section.key=value`."""
     joined = [""]
     for text in argv:
         option = options_of(kind).get(joined[-1].removeprefix("--"))
@@ -181,14 +175,14 @@ def load_values(
     problems = _override(kind, _with_values(kind, arguments), values, origins)
     try:
         config, bad_keys, value_problems = _validate(kind, values, file, origins)
-    except ConfigError as error:  # the folder of model.flavor = "from_hf" is wrong: another flavor stands in
+    except ConfigError as error:  # from_hf with a bad folder: check the rest of the config with the default flavor
         values["model"].pop("flavor")
         config, bad_keys, value_problems = _validate(kind, values, file, origins)
         bad_keys |= {key for key in options_of(kind) if key.startswith("model.")}
         value_problems += error.problems
-    # The rules run even where single values are wrong (their defaults stand in for them): all problems in one run.
+    # The rules run with defaults in place of wrong values, so that one run reports all problems.
     loaded = LoadedConfig(config, file, origins)
-    # A resolved config sets every option; only those that differ from their default count as changed.
+    # A resolved config file sets every option, so an option counts as changed only if it differs from its default.
     options = [(key, option) for key, option in options_of(kind).items() if key in origins and key not in bad_keys]
     changed = {key for key, option in options if option.is_required() or value_of(config, key) != option.default}
     problems += value_problems + loaded.lines(rules(config, changed), bad_keys)
@@ -198,8 +192,8 @@ def load_values(
 
 
 def find_config(name: str) -> Path:
-    """Return the path of a config. A bare name (debug, 70b) is one of the configs shipped with titanlite; a name with a
-    folder or the suffix .toml is a path. Raises ConfigError if no shipped config has the name."""
+    """Return the path of a config. A bare name (debug, 70b) means a config shipped with titanlite; a name with a folder
+    or the suffix .toml is a path. Raises ConfigError if no shipped config has the name."""
     path, package = Path(name), Path(__file__).parents[1]
     if path.name != name or path.suffix == ".toml" or (path.suffix and path.is_file()):
         return path
@@ -212,7 +206,6 @@ def find_config(name: str) -> Path:
 
 
 def read_toml(file: str) -> dict[str, Any]:
-    """Return the contents of a TOML file. Raises ConfigError if it does not exist, cannot be read or is not TOML."""
     path = Path(file)
     try:
         content = read_file(path, LARGEST_CONFIG)
@@ -229,8 +222,8 @@ def read_toml(file: str) -> dict[str, Any]:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Return the content of TOML. Raises ValueError or RecursionError if it is no TOML, or deeper than any config: the
-    time of tomllib grows with the square of the number of a key's parts, and other code would recurse as deep."""
+    """Parse TOML. Raises ValueError or RecursionError if the text is invalid or nested deeper than DEEPEST, since
+    tomllib's time grows with the square of a dotted key's parts."""
 
     def depth(value: Any) -> int:
         inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -242,14 +235,13 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def _split(kind: type[Section], name: str) -> tuple[str, str]:
-    """Return the section of `section.key`, which is the innermost one that exists, and the key."""
+    """Split `section.key` into the innermost existing section and the key."""
     inner = [section for section in sections_of(kind) if name.startswith(f"{section}.")]
     section = max(inner, key=len, default=name.partition(".")[0])
     return section, name[len(section) + 1 :]
 
 
 def _keys_in(kind: type[Section], values: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield `section.key` of every key that is set."""
     sections = sections_of(kind)
     for name, value in values.items():
         if f"{prefix}{name}" in sections and isinstance(value, dict):
@@ -259,7 +251,7 @@ def _keys_in(kind: type[Section], values: dict[str, Any], prefix: str = "") -> I
 
 
 def _override(kind: type[Section], arguments: list[str], values: dict[str, Any], origins: dict[str, str]) -> list[str]:
-    """Write `--section.key=value` arguments over the file's values, and return a line for each that is malformed."""
+    """Overwrite `values` with `--section.key=value` arguments, and return an error line for each malformed argument."""
     problems = []
     for argument in arguments:
         name, equals, text = argument.removeprefix("--").partition("=")
@@ -275,14 +267,14 @@ def _override(kind: type[Section], arguments: list[str], values: dict[str, Any],
             inner = values
             for part in section.split("."):
                 inner = inner.setdefault(part, {}) if isinstance(inner, dict) else None
-            if isinstance(inner, dict):  # a section that is no table is reported later
+            if isinstance(inner, dict):  # _validate reports a section that is no table
                 inner[key] = _parse(text, option) if equals else True
                 origins[f"{section}.{key}"] = COMMAND_LINE
     return problems
 
 
 def _parse(text: str, option: Any) -> Any:
-    """Return the value of an argument. For a string option it is the text; otherwise the TOML value, if it is one."""
+    """Parse an argument as TOML; keep the text if it is no TOML, or if a string option would get no string."""
     with contextlib.suppress(ValueError, RecursionError):
         parsed = parse_toml(f"value = {text}")
         value = parsed["value"]
@@ -294,19 +286,19 @@ def _parse(text: str, option: Any) -> Any:
 def _validate(
     kind: type[Options], values: dict[str, Any], file: str, origins: dict[str, str]
 ) -> tuple[Options, set[str], list[str]]:
-    """Return the options, with defaults in place of bad values, the bad keys, and a line for each bad value. If an
-    option derived from others is bad while all of these are right, no default helps, and all keys count as bad."""
+    """Return the options with defaults in place of bad values, the keys of bad values, and an error line for each one.
+    If only an option derived from others is bad, all options get defaults, and all keys count as bad."""
     good, lines, bad_keys = copy.deepcopy(values), dict[Place, str](), set[str]()
     while True:
         try:
             return kind.model_validate(good), bad_keys, [*lines.values()]
         except ValidationError as error:
-            entries = sorted(error.errors(), key=lambda entry: len(entry["loc"]) > 1)  # sections first
+            entries = sorted(error.errors(), key=lambda entry: len(entry["loc"]) > 1)  # errors of sections come first
         found = [(*_place(kind, entry["loc"]), entry) for entry in entries]
         is_set = [each for each in found if _is_set(good, each[0])]
         for place, section, field, entry in is_set or found:
             if place in lines:
-                continue  # each branch of a union reports its own error
+                continue  # pydantic reports an error for each branch of a union; one line is enough
             value = functools.reduce(operator.getitem, place[:-1], good).pop(place[-1]) if is_set else entry["input"]
             option = ".".join(itertools.takewhile(lambda part: isinstance(part, str), place))
             bad_keys |= {option, *(key for key in options_of(kind) if key.startswith(f"{option}."))}
@@ -323,8 +315,8 @@ def _is_set(values: Any, place: Place) -> bool:
 
 
 def _place(kind: type[Section], loc: Place) -> tuple[Place, type[Section], Any]:
-    """Return the part of an error's place that names a section, an option or an option of a table, without the items of
-    lists and branches of unions that pydantic appends. Also return its section, and its field, None if unknown."""
+    """Return the path in a pydantic error's location, without the list items and union branches that pydantic appends,
+    with the section of the path's last name and its field, None for an unknown key."""
     inner: type[Section] | None = kind
     for number, name in enumerate(loc):
         if isinstance(name, str) and inner:
@@ -334,7 +326,6 @@ def _place(kind: type[Section], loc: Place) -> tuple[Place, type[Section], Any]:
 
 
 def _problem(kind: type[Section], place: Place, section: type[Section], field: Any, value: Any, entry: Any) -> str:
-    """Return the line about an error of pydantic, without its origin."""
     key, name = ".".join(map(str, place)), str(place[-1])
     if key in sections_of(kind):
         message = f"expected a section, written [{key}]"
@@ -361,7 +352,7 @@ def table_of(option: Any) -> type[Section] | None:
 
 @functools.cache
 def sections_of(kind: type[Section]) -> dict[str, type[Section]]:
-    """Return the sections in a section by their names; nested sections have names such as `model.moe`."""
+    """Return all sections inside a section, by name; nested sections have dotted names such as `model.moe`."""
     sections: dict[str, type[Section]] = {}
     for name, field in kind.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
@@ -379,11 +370,11 @@ def options_of(kind: type[Section]) -> dict[str, Any]:
 
 
 ANSWERS = {"metrics.enable_wandb": "examples/follow_metrics.py passes metrics.jsonl on to Weights & Biases; remove it"}
-"""What to do about keys that other programs have, and no option here is like."""
+"""Advice about options of other training programs that titanlite has no similar option for."""
 
 
 def _hint(kind: type[Section], section: str, key: str = "") -> str:
-    """Return a hint for an unknown section or key: similar names, names with this word, or the key's other sections."""
+    """Return a hint at a similar section or key, a key that contains the word, or another section that has the key."""
     if f"{section}.{key}" in ANSWERS:
         return f"; {ANSWERS[f'{section}.{key}']}"
     keys = [option.rpartition(".")[::2] for option in options_of(kind)]
@@ -396,8 +387,8 @@ def _hint(kind: type[Section], section: str, key: str = "") -> str:
 
 
 def did_you_mean(value: Any, choices: Iterable[str]) -> str:
-    """Return a hint at the choice with the spelling closest to a text, if first letter and digits agree (relu is no
-    misspelled gelu, and float16 no bfloat16), or else at the choices that begin with the text; "" if there is none."""
+    """Return a hint at the choice whose spelling is closest to `value`, if first letter and digits agree (relu is no
+    misspelled gelu), or at choices that begin with `value`; "" if there are none."""
     text, parts = value.lower().replace("-", "_") if isinstance(value, str) else "", re.compile("^.|[0-9]")
     names = {choice.lower(): choice for choice in choices}
     alike = [name for name in names if parts.findall(name) == parts.findall(text)]
@@ -406,26 +397,23 @@ def did_you_mean(value: Any, choices: Iterable[str]) -> str:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Return a text with its control characters as escapes, as in \\x1b, so that a terminal shows what was written.
-    The characters in `keep` remain."""
+    """Return a text with control characters, except those in `keep`, as visible escapes such as \\x1b."""
     return _CONTROLS.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text)
 
 
 def show(value: Any) -> str:
-    """Return a value as TOML writes it."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, (datetime.date, datetime.time)):
         return value.isoformat()
     try:
         return printable(json.dumps(value, ensure_ascii=False, default=str))
-    except ValueError:  # Python writes no integer of more digits
+    except ValueError:  # Python converts no integer of more than 4300 digits to text
         return "a number of more than 4300 digits"
 
 
 def expectation(option: Any, value: Any = None) -> str:
-    """Return the values that an option takes, in words: type, bounds and choices. An upper bound that no run comes near
-    is named only if the value is above it."""
+    """Describe the values that an option accepts. An upper bound of FAR or more is named only if it is exceeded."""
     return _expectation(TypeAdapter(Annotated[option.annotation, option]).json_schema(), value)
 
 

@@ -1,5 +1,4 @@
-"""The parts of a run that a user may replace, which a Config has beside its options (docs/extend.md). This module does
-not import torch."""
+"""The parts of a run that a user may replace by own code (docs/extend.md). This module does not import torch."""
 
 import dataclasses
 import importlib
@@ -9,39 +8,36 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """The parts of a run without any of the user's own; `Own` in techniques/own.py has a user's parts."""
+    """Default parts of a run; the subclass `Own` in techniques/own.py has the parts that a user replaces."""
 
     block: Callable[..., Any] | None = None
-    """(the layer's section [model], its number) -> its titanlite.model.Block, whose attention and feed_forward may be
-    the user's."""
+    """Function (a layer's section [model], the layer's number) -> titanlite.model.Block with the user's own modules."""
     styles: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """How tensor parallel shards the user's modules that have weights: torch's ParallelStyle by the module's name in
-    the block, as "feed_forward.up"."""
+    """torch's ParallelStyle by the name of a user module with weights in its block, as in "feed_forward.up"."""
     loss: Callable[..., Any] | None = None
-    """(logits [N, V], targets [N], group) -> the loss of each token [N], 0 where the target is -100. With a group, the
-    logits are this rank's shard of the vocabulary, as in titanlite.loss.cross_entropy."""
+    """Function (logits [N, V], targets [N], group) -> loss of each token [N], 0 where the target is -100. With a
+    process group, V is this rank's shard of the vocabulary, as in titanlite.loss.cross_entropy."""
     data: Callable[..., Any] | None = None
-    """(the section [training], the vocabulary's size, the seed) -> an object with the training sequence of each index
-    (techniques/data/own.py)."""
+    """Function (section [training], vocabulary size, seed) -> data as in techniques/data/own.py."""
     optimizer: Callable[..., Any] | None = None
-    """(model, the section [optimizer]) -> its torch.optim.Optimizer; each step sets the learning rate of its groups."""
+    """Function (model, section [optimizer]) -> torch.optim.Optimizer, whose learning rate every training step sets."""
     metrics: Callable[..., Any] | None = None
-    """(titanlite.train_step.TrainStep) -> its Observer, whose metrics TensorBoard and metrics.jsonl have."""
+    """Function (TrainStep) -> Observer, whose metrics are written to TensorBoard and metrics.jsonl."""
 
     place: str = ""
-    """FILE.py:NAME of the parts; empty if only this process has them."""
+    """FILE.py:NAME of the object with the user's parts; empty if the object exists in this process only."""
     digest: str = ""
-    """The name of the file and of the object in it, and a hash of the file; empty: no part is the user's own."""
+    """Names of the user's file and object, with a hash of the file; empty if the user replaces no part."""
 
     def prepare(self, *arguments: Any) -> None:
-        """Give the user's blocks their styles. Raise ConfigError for one that a layout would compute differently."""
+        """Give the user's blocks their `styles`. Raise ConfigError for a block whose result depends on the layout."""
 
     def check_loss(self, *arguments: Any) -> None:
-        """Raise ConfigError for a loss that some layout would compute differently."""
+        """Raise ConfigError for a loss function whose result depends on the layout."""
 
 
 def take_own(argv: list[str]) -> tuple[Parts, list[str]]:
-    """Return the parts that `--own` names, and the other arguments. Raises ConfigError if `--own` is wrong."""
+    """Return the user's parts that `--own` names, and the other arguments. Raises ConfigError if `--own` is wrong."""
     if not any(each.partition("=")[0] == "--own" for each in argv):
         return Parts(), argv
-    return importlib.import_module("titanlite.techniques.own").take_own(argv)  # the import loads torch
+    return importlib.import_module("titanlite.techniques.own").take_own(argv)  # techniques.own imports torch

@@ -1,4 +1,4 @@
-"""Every option with its type, default and meaning, for the terminal, editors and docs/build/config_page.py."""
+"""Lists of all options with type, default and meaning, for --help, editors and docs/build/config_page.py."""
 
 import json
 from collections.abc import Sequence
@@ -10,8 +10,7 @@ from titanlite.config.types import MAY_DIFFER
 
 
 def help_text(arguments: Sequence[str] = ()) -> str:
-    """Return the options as text for the terminal: those of the sections that arguments name after --help, or all.
-    Raises ConfigError for a misspelled section."""
+    """Return the text of --help about the sections in `arguments`. Raises ConfigError for a misspelled section."""
     names = arguments[next((i for i, text in enumerate(arguments) if text in ("-h", "--help")), 0) + 1 :]
     for name in names:
         if name not in sections_of(Config) and (hint := did_you_mean(name, sections_of(Config))):
@@ -31,12 +30,11 @@ def help_text(arguments: Sequence[str] = ()) -> str:
 
 
 def json_schema() -> str:
-    """Return the JSON Schema of a config, the content of docs/reference/config.schema.json, with which editors complete
-    and check options. It lacks the rules between options."""
+    """Return the JSON Schema of a config, docs/reference/config.schema.json, which lacks the rules between options."""
     schema = {"$schema": "http://json-schema.org/draft-07/schema#", **Config.model_json_schema()}
     for kind in {*sections_of(Config).values(), *filter(None, map(table_of, options_of(Config).values()))}:
         section = schema["$defs"][kind.__name__]
-        section.pop("required", None)  # the flavor has what a model leaves out
+        section.pop("required", None)  # no option is required: model.flavor sets those that [model] omits
         if kind.__doc__:
             section["description"] = " ".join(kind.__doc__.split())
         for name, option in section["properties"].items():
@@ -47,20 +45,19 @@ def json_schema() -> str:
 
 
 def tables_of(option: Any) -> list[str]:
-    """Return a text about each key of an option's tables, if the option is an array of tables."""
+    """Return a line of help for each key of an option that is an array of tables; [] for any other option."""
     table = table_of(option)
     fields = table.model_fields.items() if table else ()
     return [f"{name}: {expectation(field)}; default {default_of(field)}. {meaning_of(field)}" for name, field in fields]
 
 
 def options_in(section: str) -> list[tuple[str, Any]]:
-    """Return the options of a section with their names in the section."""
+    """Return (name, pydantic field) of each option of a section."""
     options = ((*key.rpartition(".")[::2], option) for key, option in options_of(Config).items())
     return [(name, option) for place, name, option in options if place == section]
 
 
 def default_of(option: Any) -> str:
-    """Return an option's default as TOML writes it."""
     return "the flavor's" if option.is_required() else show(option.default)
 
 

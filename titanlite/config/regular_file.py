@@ -1,4 +1,4 @@
-"""Opening regular files only, since a read from a pipe or a device may never end; reading at most a number of bytes."""
+"""Functions that open regular files only, since a read from a pipe or a device may never end."""
 
 import errno
 import os
@@ -8,13 +8,12 @@ from typing import BinaryIO
 
 
 def open_file(path: Path, buffering: int = -1, flags: int = 0) -> BinaryIO:
-    """Open a regular file to read its bytes, with more flags of open(2). Raises OSError at once for anything else."""
+    """Open a regular file to read bytes, with additional `flags` of open(2). Raises OSError at once for other files."""
     return open(_open(path, flags | os.O_RDONLY), "rb", buffering)
 
 
 def open_own(path: str, flags: int, mode: int = 0o666) -> int:
-    """Open a regular file that this process writes; this is an `opener` for `open`. Raises OSError at once for anything
-    else, and for a symbolic link, which could lead to someone else's file."""
+    """Open a regular file to write it, as an `opener` of `open`. Raises OSError for other files and symbolic links."""
     return _open(path, flags | os.O_NOFOLLOW, mode)
 
 
@@ -29,7 +28,7 @@ def _open(path: Path | str, flags: int, mode: int = 0o666) -> int:
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """Return the content of a regular file. Raises OSError if it cannot be read, or has more bytes than the limit."""
+    """Return the content of a regular file. Raises OSError if the file is unreadable or has more bytes than `limit`."""
     with open_file(path) as file:
         content = file.read(limit + 1)
     if len(content) > limit:

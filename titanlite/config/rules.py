@@ -1,8 +1,5 @@
-"""The rules between options. The larger groups of them are in rules_model.py, rules_data.py and rules_parallelism.py.
-
-Rules between a config and a launch are in launch.py, and rules for old versions of torch in torch_versions.py.
-`reject(key, message, *reads)` takes the key of the wrong value and the other keys that the rule reads.
-"""
+"""Rules between options, more of which are in rules_*.py. `reject(key, message, *reads)` takes the key of the wrong
+value and the other keys that the rule reads."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ QK_CLIP, GATHER = "optimizer.qk_clip_threshold", "float8.enable_fsdp_float8_all_
 PRECOMPUTED, EMA = "float8.precompute_float8_dynamic_scale_for_fsdp", "ema.decay"
 MAX_GROUPS = 1024
 MOST_INT8_TOKENS = (2**31 - 1) // 127**2
-"""Number of products of two 8-bit integers whose sum cannot overflow in 32 bits."""
+"""Largest number of products of two 8-bit integers whose sum cannot overflow in 32 bits."""
 
 
 class Dependent(NamedTuple):
@@ -32,17 +29,16 @@ class Dependent(NamedTuple):
     keys: Sequence[str]
     switch: str
     on: tuple[Any, ...] = ()
-    """Values of the switch with which the options are read; empty: numbers above those of `off`."""
+    """Values of the switch with which a run reads the options; empty: all numbers above those in `off`."""
     off: tuple[Any, ...] = ()
-    """Values of the switch that turn the options off if the user sets them: then the options may stay in the file."""
+    """Values that turn the options off if the file sets the switch: the options may then stay in the file."""
 
     def reads(self, value: Any) -> bool:
-        """Return whether the options are read with this value of the switch."""
         return value in self.on if self.on else value > max(self.off)
 
 
 def _keys(beginning: str, *others: str) -> list[str]:
-    """Return the keys that begin so, as those of a section, except those that end in one of `others`."""
+    """Return the keys of all options that start with `beginning`, except `beginning` followed by one of `others`."""
     excepted = {beginning + other for other in others}
     return [key for key in options_of(Config) if key.startswith(beginning) and key not in excepted]
 
@@ -108,11 +104,11 @@ EXCLUSIVE: list[tuple[str, Any, str, str]] = [
     ("model.new_tokens", "none", "lora.rank", 'the embedding is frozen; set "none", or lora.rank = 0'),
     (GATHER, False, "lora.rank", "frozen weights are gathered in their own data type; set false, or lora.rank = 0"),
 ]
-"""An option, its only value while another option is on, that other option, and the message."""
+"""Rows of an option, the only value it may have while the switch is on, the switch, and the error message."""
 
 
 def between_options(config: Config, changed: set[str]) -> Rejections:
-    """Return the problems between options. `changed` has the keys whose value is not the default."""
+    """Return all problems between options. `changed` has the keys whose value is not the default."""
     reject = Rejections()
     of_sections = model_rules, family_rules, _dependent_options, dataset_rules, data_rules, _training_rules
     of_numbers = _optimizer_rules, _lora_rules, _low_precision_rules, _compile_rules, _fault_tolerance_rules
@@ -121,7 +117,7 @@ def between_options(config: Config, changed: set[str]) -> Rejections:
         rules(config, changed, reject)
     for rejection in reject:
         if any(key.startswith("model.") for key in rejection.reads):
-            rejection.reads.add("model.flavor")  # the flavor sets every dimension that no option sets
+            rejection.reads.add("model.flavor")  # model.flavor sets every dimension that the file does not set
     return reject
 
 
@@ -142,7 +138,6 @@ def _dependent_options(config: Config, changed: set[str], reject: Rejections) ->
 
 
 def _training_rules(config: Config, changed: set[str], reject: Rejections) -> None:
-    """Reject numbers of steps and data types that contradict each other."""
     training, total_steps = config.training, config.lr_scheduler.total_steps
     if training.global_batch_size != -1 and training.global_batch_size % training.local_batch_size:
         message = f"expected a multiple of {keys.BATCH} = {training.local_batch_size}"
@@ -163,13 +158,12 @@ def _training_rules(config: Config, changed: set[str], reject: Rejections) -> No
         message = f'{keys.DTYPE} = "float64", and Hugging Face folders have at most 32 bits; set "float32"'
         reject("checkpoint.export_dtype", message, keys.DTYPE, "checkpoint.last_save_in_hf")
     if config.checkpoint.last_save_in_hf:
-        from titanlite.config.hf.config_json import folder_rules  # imported here, since few runs write such a folder
+        from titanlite.config.hf.config_json import folder_rules  # imported here, since few runs export weights
 
         folder_rules(config.model, reject)
 
 
 def _optimizer_rules(config: Config, changed: set[str], reject: Rejections) -> None:
-    """Reject options that contradict the options of an optimizer that is not torch's own."""
     training, optimizer = config.training, config.optimizer
     low_bit, offload = optimizer.state_dtype != "auto" or optimizer.stochastic_rounding, optimizer.enable_cpu_offload
     if optimizer.stochastic_rounding and training.dtype != "bfloat16":
@@ -210,7 +204,6 @@ def _muon_rules(config: Config, reject: Rejections) -> None:
 
 
 def _low_precision_rules(config: Config, changed: set[str], reject: Rejections) -> None:
-    """Reject options that contradict those of float8 or INT8. INT8's weight gradients sum over tokens in 32 bits."""
     float8, int8 = config.float8, config.int8
     if float8.enable and float8.enable_fsdp_float8_all_gather and float8.recipe != "tensorwise":
         part = "block" if float8.recipe == "mxfp8" else "row"
@@ -246,7 +239,6 @@ def _compile_rules(config: Config, changed: set[str], reject: Rejections) -> Non
 
 
 def _fault_tolerance_rules(config: Config, changed: set[str], reject: Rejections) -> None:
-    """Reject options that contradict those of replica groups, or that take no other groups into account."""
     section = config.fault_tolerance
     if not section.enable:
         return

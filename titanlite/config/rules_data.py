@@ -44,14 +44,14 @@ def dataset_rules(config: Config, changed: set[str], reject: Rejections) -> None
 
 
 def _require(key: str, switch: str, value: str, values: tuple[str, ...], reject: Rejections) -> None:
-    """Reject an option that is set although it is not read with this value of its switch."""
+    """Reject a set option that the run does not read, since the switch's `value` is not among `values`."""
     if value not in values:
         message = f"read only when {switch} is {' or '.join(map(show, values))}; set that, or remove it"
         reject(key, message, switch, keys.MIXTURE)
 
 
 def _conversation_rules(config: Config, key: str, reject: Rejections) -> None:
-    """Reject options that do not work with conversations. `key` is the option that chooses conversations."""
+    """Reject options that do not work with conversations. `key` is the option that asks for conversations."""
     reason = f"conversations ({key} = {show(value_of(config, key))})"
     if config.training.packing != "best_fit":
         reject(keys.PACKING, f'{reason} are not continued in another sequence; set "best_fit"', key)
@@ -62,12 +62,11 @@ def _conversation_rules(config: Config, key: str, reject: Rejections) -> None:
 
 
 def _mixture_rules(training: Training, changed: set[str], reject: Rejections) -> None:
-    """Reject options that contradict those of a mixture, and tables that contradict each other."""
     for name in DatasetOptions.model_fields:
         if f"training.{name}" in changed:
             reject(f"training.{name}", f"{keys.MIXTURE} names the datasets; remove one of the two", keys.MIXTURE)
     datasets = training.datasets
-    names = Counter(dataset.name.lower() for dataset in datasets)  # file systems and searches ignore the case
+    names = Counter(dataset.name.lower() for dataset in datasets)  # some file systems ignore the case of names
     share = next((key for key in ("weight", "tokens") if any(getattr(each, key) != -1 for each in datasets)), "")
     for number, dataset in enumerate(datasets):
         table = f"{keys.MIXTURE}.{number}"
@@ -83,7 +82,7 @@ def _mixture_rules(training: Training, changed: set[str], reject: Rejections) ->
 
 
 def data_rules(config: Config, changed: set[str], reject: Rejections) -> None:
-    """Reject options that streaming, validation and sampled texts do not support."""
+    """Reject options that streaming, validation and generated samples do not support."""
     validation, streaming = config.validation, config.training.streaming and not config.training.datasets
     own_split = all(each.dataset == "c4" for each in config.training.datasets or [config.training])
     has_split = bool(validation.dataset_path or validation.dataset_split or own_split)

@@ -1,4 +1,4 @@
-"""The rules about options of families other than Llama: norms, activations, positions, and kinds of layers."""
+"""Rules about options of model families other than Llama: norms, activations, positions, and kinds of layers."""
 
 from titanlite.config.keys import EXPERTS, LATENT, LAYERS, TENSOR
 from titanlite.config.loader import Rejections, show
@@ -11,7 +11,7 @@ FACTORS = ("rope_short_factors", "rope_long_factors")
 
 
 def family_rules(config: Config, changed: set[str], reject: Rejections) -> None:
-    """Reject options of families that contradict other options, or that nothing reads."""
+    """Reject options of model families that contradict other options or that the model does not read."""
     model, tensor = config.model, config.parallelism.tensor_parallel_degree
     if model.qk_norm == "all_heads" and model.norm != "rms":
         message = f"all heads together have RMSNorm only, and model.norm = {show(model.norm)}; set true or false"
@@ -34,15 +34,14 @@ def family_rules(config: Config, changed: set[str], reject: Rejections) -> None:
         if not (kind.experts or model.moe.n_experts):
             reject(f"{LAYERS}.{number}.experts", f"read only with {EXPERTS}; set that, or remove it", EXPERTS, LAYERS)
     if model.hf_model_type:
-        from titanlite.config.hf.families import FAMILIES  # imported here, since few runs need it
+        from titanlite.config.hf.families import FAMILIES  # imported here, since few configs set hf_model_type
 
         if model.hf_model_type not in FAMILIES:
             reject("model.hf_model_type", f"expected one of {', '.join(map(show, FAMILIES))}, or nothing")
 
 
 def _rotary_rules(model: Model, changed: set[str], reject: Rejections) -> None:
-    """Reject an odd number of rotated channels, factors of longrope whose number is not that of the pairs, and options
-    of a scaling that no layer has, unless a scaling by 1 is written out."""
+    """Reject wrong numbers of rotated channels or longrope factors, and options of RoPE scaling that no layer reads."""
     layers, reads = model.of_layers(), ("model.head_dim", ROTARY, LAYERS, LATENT)
     odd = [layer.rope_dim for layer in layers if layer.rope_dim % 2]
     if odd and not model.rope_width % 2:

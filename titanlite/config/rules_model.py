@@ -10,11 +10,11 @@ FLOAT64_BYTES = 8
 
 
 def model_rules(config: Config, changed: set[str], reject: Rejections) -> None:
-    """Reject heads and a rotary embedding that do not fit each other."""
+    """Reject numbers of heads, head dimensions and rotary options that do not fit each other."""
     model = config.model
     if model.mla.kv_lora_rank:
         _latent_attention_rules(config, reject)
-    elif model.head_dim == -1:  # it was not computed: n_heads does not divide dim
+    elif model.head_dim == -1:  # n_heads does not divide dim, so head_dim was not computed
         message = f"expected a divisor of model.dim = {model.dim}; the quotient is head_dim, unless that is set"
         reject("model.n_heads", message, "model.dim", HEAD_DIM)
     elif model.head_dim % 2 and model.head_dim * model.n_heads == model.dim and HEAD_DIM not in changed:
@@ -42,7 +42,6 @@ def model_rules(config: Config, changed: set[str], reject: Rejections) -> None:
 
 
 def _latent_attention_rules(config: Config, reject: Rejections) -> None:
-    """Reject options that contradict latent attention, in a model that has it."""
     model, mla = config.model, config.model.mla
     if model.head_dim != mla.qk_head_dim:
         message = f"with {LATENT} it is the sum of {NOPE} and {ROPE}, {mla.qk_head_dim}; remove it"
@@ -112,8 +111,7 @@ def _group_rules(moe: Moe, reject: Rejections) -> None:
 
 
 def size_rules(config: Config, changed: set[str], reject: Rejections) -> None:
-    """Reject products of sizes that no run can have: torch cannot describe a tensor whose bytes an int64 cannot count,
-    not even on the meta device."""
+    """Reject sizes with which a tensor would have 2**63 bytes or more, which torch cannot even describe."""
     model, tokens = config.model, config.training.local_batch_size * config.training.seq_len
     widest = max(model.dim, model.vocab_size, model.ffn_dim, model.expert_dim * model.moe.n_experts)
     widest = max(widest, model.n_heads * max(model.head_dim, model.v_head_dim, config.training.seq_len))

@@ -9,11 +9,10 @@ from titanlite.config.schema import Config
 from titanlite.config.stage_split import ONE_STAGE, SPLIT_BACKWARD, V_SHAPED, module_names
 
 MOST_ACTIONS = 2**16
-"""Most forwards of microbatches in all stages of a pipeline: torch's schedules, and a plan, list each of them."""
+"""Most microbatches x stages of a pipeline, since torch's schedules and plans list the forward of each."""
 
 
 def shard_rules(config: Config, changed: set[str], reject: Rejections) -> None:
-    """Reject sizes that tensor parallelism cannot shard evenly."""
     for key in ("model.n_heads", "model.n_kv_heads", "model.ffn_dim", "model.vocab_size"):
         if value_of(config, key) % config.parallelism.tensor_parallel_degree:
             reject(keys.TENSOR, f"expected a divisor of {key} = {value_of(config, key)}, sharded over these ranks", key)
@@ -48,7 +47,7 @@ def context_rules(config: Config, changed: set[str], reject: Rejections) -> None
 
 
 def split_backward_rules(config: Config, changed: set[str], reject: Rejections) -> None:
-    """Reject options that do not work with a schedule that splits the backward."""
+    """Reject options that do not work with a pipeline schedule that splits the backward."""
     schedule, checkpointing = config.parallelism.pipeline_parallel_schedule, config.activation_checkpoint
     if config.parallelism.pipeline_parallel_degree == 1 or schedule not in SPLIT_BACKWARD:
         return

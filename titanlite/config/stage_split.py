@@ -1,4 +1,4 @@
-"""The modules of each pipeline stage, and the rank of each stage: arithmetic on names, for the rules of the config."""
+"""Assignment of a model's modules to pipeline stages, and of stages to ranks, for the rules of the config."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,32 +10,30 @@ Schedule = Literal[
 ]
 
 ONE_STAGE: tuple[Schedule, ...] = ("GPipe", "1F1B")
-"""Schedules with one stage per rank; all others have several."""
+"""Schedules with one stage per rank; all other schedules have several stages per rank."""
 V_SHAPED: tuple[Schedule, ...] = ("ZBVZeroBubble", "DualPipeV")
-"""Schedules with two stages per rank, which follow the ranks to the last one and back to the first."""
+"""Schedules with two stages per rank: the stages run through the ranks from the first to the last and back."""
 SPLIT_BACKWARD: tuple[Schedule, ...] = ("InterleavedZeroBubble", *V_SHAPED)
-"""Schedules that compute input gradients and weight gradients apart."""
+"""Schedules that compute input gradients and weight gradients in separate steps."""
 
 
 def module_names(n_layers: int) -> list[str]:
-    """Return the names of the modules that a model can be split into, in the order of the forward."""
+    """Return the names of the modules that stages are made of, in the order of the forward."""
     return ["tok_embeddings", *(f"layers.{layer}" for layer in range(n_layers)), "norm", "output"]
 
 
 def split_into_stages(names: Sequence[str], costs: Sequence[float], n_stages: int) -> list[list[str]]:
-    """Split modules into consecutive stages so that the most expensive stage is as cheap as possible. Of such splits
-    this is the most even one, with the smallest sum of the stages' squared costs. `names` has the modules in order;
-    each stage gets at least one whose name begins with "layers.". `costs` has the cost of each module, in any unit.
-    Raises ValueError if there are fewer layers than stages."""
+    """Split modules into consecutive stages so that the most expensive stage is as cheap as possible; among such
+    splits, choose the smallest sum of the stages' squared costs. `names` and `costs` (any unit) describe the modules in
+    order. Each stage gets at least one module named "layers.N". Raises ValueError for fewer layers than stages."""
     layers_before = list(accumulate((name.startswith("layers.") for name in names), initial=0))
     cost_before = list(accumulate(costs, initial=0.0))
     if layers_before[-1] < n_stages:
         raise ValueError(f"{n_stages} stages need at least as many layers, and there are {layers_before[-1]}")
 
     def best(combine: Callable[[float, float], float], limit: float) -> tuple[float, list[int]]:
-        """Return the smallest total and the ends of its stages, none of which costs more than the limit. `combine`
-        returns the total after a stage, from the total before it and the stage's cost."""
-        totals: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # key: the number of modules so far
+        """Return the smallest total of stages that each cost at most `limit`, and the stages' ends."""
+        totals: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # modules so far -> (total, stages' ends)
         for _ in range(n_stages):
             longer: dict[int, tuple[float, list[int]]] = {}
             for end in range(1, len(names) + 1):
@@ -55,7 +53,7 @@ def split_into_stages(names: Sequence[str], costs: Sequence[float], n_stages: in
 
 
 def rank_of_stage(schedule: Schedule, degree: int, n_stages: int) -> list[int]:
-    """Return the pipeline rank of each stage: round-robin, or, V-shaped, to the last rank and back."""
+    """Return the pipeline rank of each stage: round-robin, or first to last rank and back for V-shaped schedules."""
     if schedule in V_SHAPED:
         return [min(stage, n_stages - 1 - stage) for stage in range(n_stages)]
     return [stage % degree for stage in range(n_stages)]

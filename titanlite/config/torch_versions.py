@@ -1,4 +1,4 @@
-"""The rules for old versions of torch. A rule can be deleted when pyproject.toml requires a version that works."""
+"""Rules for bugs of old torch versions. Delete a rule once pyproject.toml requires a torch without the bug."""
 
 import importlib.metadata
 
@@ -9,7 +9,7 @@ from titanlite.config.stage_split import SPLIT_BACKWARD, V_SHAPED
 
 
 def torch_version_rules(config: Config, on_cuda: bool, reject: Rejections) -> None:
-    """Reject what the installed torch does wrong and a newer one does right."""
+    """Reject options for which the installed torch has a bug that a newer torch has fixed."""
     parallelism, schedule = config.parallelism, config.parallelism.pipeline_parallel_schedule
     version = tuple(int(number) for number in importlib.metadata.version("torch").split(".")[:2])
     torch = f"torch {version[0]}.{version[1]}"

@@ -1,4 +1,4 @@
-"""Types that several options share. Error messages read the bounds from the type, so they name the true range."""
+"""Types that several options share. Error messages take an option's bounds from its type."""
 
 import os
 from typing import Annotated, Literal
@@ -20,14 +20,13 @@ def _path(text: str) -> str:
 
 PathText = Annotated[str, AfterValidator(_path), AfterValidator(os.path.expanduser)]
 MOST_ITEMS = 2**31 - 1
-"""Most steps, sequences, channels or seconds: what torch's kernels count in an int32; steps of 0.1 s last 7 years."""
+"""Upper bound on steps, sequences, channels and seconds, since torch's kernels count in int32."""
 MOST_TOKENS = 2**53
-"""Most tokens or parameters: larger integers are not exact in float64, in which plans and metrics compute."""
+"""Upper bound on tokens and parameters: plans and metrics count in float64, where larger integers are inexact."""
 MOST_RANKS = 2**16
-"""Most ranks: four times as many as in the largest published run (arXiv:2407.21783). torch makes a tensor for every
-rank that a weight is sharded over, on each rank and in a plan."""
+"""Upper bound on ranks, four times the largest published run's (arXiv:2407.21783): torch makes a tensor per shard."""
 MOST_LAYERS = 4096
-"""Most layers, each of which every rank, and a plan, builds. Published models have at most 1,000 (arXiv:2203.00555)."""
+"""Upper bound on layers, all of which a rank builds. Published models have up to 1,000 (arXiv:2203.00555)."""
 Count = Annotated[int, Field(ge=1, le=MOST_ITEMS)]
 CountOrZero = Annotated[int, Field(ge=0, le=MOST_ITEMS)]
 Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
@@ -36,5 +35,5 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 MAY_DIFFER = "It may differ between nodes."
 NodePath = Annotated[str, AfterValidator(_path), MAY_DIFFER]
-"""A path, which may begin with ~. It may differ between nodes: the ranks compare what is read from it."""
+"""A path, which may begin with ~ and may differ between nodes: ranks compare the files' contents, not the paths."""
 Precision = Literal["auto", "bfloat16", "float32", "float64"]

@@ -1,8 +1,5 @@
-"""Build the shards of a token cache that are missing or damaged.
-
-One run builds a cache, under a lock, and publishes each shard by renaming it; others wait for it. If that run is
-killed, one that waits or starts later continues the build. Of a damaged cache, only damaged shards are built again.
-"""
+"""Build the shards of a token cache that are missing or damaged. One run builds a cache, under a lock, and publishes
+each shard by renaming it. Other runs wait, and continue the build if that run is killed."""
 
 import contextlib
 import dataclasses
@@ -28,12 +25,12 @@ from titanlite.launch.folder_lock import FolderInUse, FolderLock
 from titanlite.launch.progress import alive, progress
 
 MOST_SHOWN = 20
-"""Names of unread columns and keys that a message shows at most."""
+"""Most names of unread columns and keys that a message shows."""
 
 
 @dataclasses.dataclass
 class CacheBuilder:
-    """Builds the shards of a token cache that are missing or damaged."""
+    """Builds the missing and damaged shards of one token cache."""
 
     folder: Path
     dtype: DType
@@ -46,24 +43,25 @@ class CacheBuilder:
     advances: queue.SimpleQueue[tuple[int, int]] = dataclasses.field(default_factory=queue.SimpleQueue)
     stopped: threading.Event = dataclasses.field(default_factory=threading.Event)
     unfinished: set[Path] = dataclasses.field(default_factory=set)
-    """Files of shards that are being written."""
+    """Temporary files of shards that are being written."""
 
     def __post_init__(self) -> None:
         advice = "this run waits until it has built the token cache"
-        # is_held() is asked before a shard is published, so a lock that was lost needs no message.
+        # No message is needed for a lost lock: is_held() is checked before each shard is published.
         self.lock = FolderLock(self.folder, "build.lock", self.option, advice, lost=lambda message: None)
 
     def build(self) -> None:
-        """Build all shards and the index, once no other run does. Raises ConfigError if they cannot be written."""
+        """Build all shards and the index, once no other run builds them. Raises ConfigError for unwritable files."""
         process.at_exit.append(self._stop)
         try:
             for folder in (*reversed(self.folder.parents), self.folder):
-                folder.mkdir(mode=0o755, exist_ok=True)  # other users may read it, but not write
-            token_shards.check_folder_trusted(self.folder)  # checked, since some file systems ignore them
+                folder.mkdir(mode=0o755, exist_ok=True)  # other users may read this cache, but not write it
+            # Check again after mkdir: some file systems ignore the owner or mode that was set.
+            token_shards.check_folder_trusted(self.folder)
             index = None
             while index is None:
                 self._wait_for_lock()
-                with contextlib.suppress(FolderInUse):  # another run took over while this process was suspended
+                with contextlib.suppress(FolderInUse):  # a run took over the lock while this process was suspended
                     self._build_missing()
                     index = Index(dtype=self.dtype, shards=[self.shards[n] for n in range(len(self.segments))])
                     index.publish(self.folder / token_shards.INDEX)
@@ -87,7 +85,7 @@ class CacheBuilder:
 
     def _build_missing(self) -> None:
         self.stopped.clear()
-        for left in self.folder.glob("*.tmp"):  # a killed run has left these
+        for left in self.folder.glob("*.tmp"):  # a killed run has left temporary files
             left.unlink(missing_ok=True)
         missing = [number for number in range(len(self.segments)) if not self._find(number)]
         total = sum(segment.bytes for number in missing for segment in self.segments[number])
@@ -96,7 +94,7 @@ class CacheBuilder:
             workers = stack.enter_context(self.tokenizer.workers(len(missing)))
             builders = workers or [self]
             pool = stack.enter_context(ThreadPoolExecutor(len(builders)))
-            stack.push(lambda error, *_: error and self.stopped.set())  # all builders end if one has failed
+            stack.push(lambda error, *_: error and self.stopped.set())  # one error stops all builders
             begin, n_tokens, unclaimed = time.monotonic(), 0, iter(missing)
             running = {pool.submit(self._build_shards, unclaimed, builder) for builder in builders}
             while running:
@@ -109,14 +107,14 @@ class CacheBuilder:
                     future.result()
 
     def _stop(self) -> None:
-        """Leave complete shards only, before a signal ends the process."""
+        """Before a signal ends the process, remove incomplete shards and release the lock."""
         self.stopped.set()
         for path in list(self.unfinished):
             path.unlink(missing_ok=True)
         self.lock.release()
 
     def _find(self, number: int) -> bool:
-        """Return whether a shard exists and has the right size; remove it if it is damaged."""
+        """Return whether a shard exists with the right header and size; remove a damaged shard."""
         path = self.folder / shard_name(number)
         try:
             self.shards[number] = shard_builder.read_shard(path, self.dtype)
@@ -132,8 +130,7 @@ class CacheBuilder:
         return shard_builder.build_shard(*of_shard, self.tokenizer)
 
     def _build_shards(self, unclaimed: Iterator[int], builder: Any) -> None:
-        """Build shards from an iterator that all builders share, until none is left. Raises FolderInUse if another run
-        has taken over the lock."""
+        """Build shards from an iterator that all builders share. Raises FolderInUse if the lock is lost."""
         for number in unclaimed:
             if self.stopped.is_set():
                 return

@@ -11,15 +11,14 @@ from titanlite.config.regular_file import open_file
 from titanlite.data.files import Row, Segment, errors_of, files_of, place, read_rows, segment_of
 from titanlite.data.source import Source
 
-SAMPLE_BYTES, SAMPLES = 2**16, 16  # bytes of a sample, and samples of a file at most, in content_hash
-SAMPLES_OF_ALL = 2**14  # samples of all files together, about
-MOST_UNREAD = 1000  # names of unread columns that are kept
+SAMPLE_BYTES, SAMPLES = 2**16, 16  # content_hash reads at most SAMPLES samples of SAMPLE_BYTES from a file
+SAMPLES_OF_ALL = 2**14  # approximate number of samples that content_hash reads from all files together
+MOST_UNREAD = 1000  # largest number of unread columns whose names are remembered
 
 
 def open_dataset(source: Source) -> tuple[Iterable[Segment], str]:
-    """Return the rows of a dataset that is tokenized before training, in their order, and a fingerprint, which changes
-    whenever the documents or their order do. Raises ConfigError if there is no such file, dataset, split or column, or
-    the Hugging Face hub cannot be reached. An unreadable file raises it only when its segment is asked for."""
+    """Return the segments of a dataset that is tokenized before training, and a fingerprint of its documents and their
+    order. Raises ConfigError if a file, dataset, split or column is missing, or the hub is unreachable."""
     options = source.training
     segments: Iterable[Segment]
     if source.is_files:
@@ -36,8 +35,8 @@ def open_dataset(source: Source) -> tuple[Iterable[Segment], str]:
 
 
 def open_stream(source: Source) -> tuple[list[Segment] | Any, str]:
-    """Open a dataset that is tokenized while training. Return the rows of its files, or a datasets.IterableDataset of
-    the hub; and the identity of its documents and their order. Raises ConfigError as open_dataset does."""
+    """Open a dataset that is tokenized during training. Return its files' segments, or a datasets.IterableDataset, and
+    a fingerprint of documents and order. Raises ConfigError as open_dataset does."""
     options = source.training
     if source.is_files:
         segments, content = _open_files(source, with_times=False)
@@ -54,10 +53,9 @@ def read_documents(
     document_of: Callable[[dict[str, Any]], Any] | None = None,
     unread: set[str] | None = None,
 ) -> Iterator[tuple[int, Any]]:
-    """Yield, for each document of a segment, where the next one begins, and the document's text. `document_of` returns
-    one text or several from a row's columns, or raises ValueError; None: the text is the only column. `unread` gets the
-    names of other columns. Raises ConfigError, with the file and the row, for a row without text, and TrainingError if
-    the dataset cannot be read now but perhaps later."""
+    """Yield where the next document begins, and this document's text, for each document of a segment. `document_of`
+    makes texts of a row's columns, or raises ValueError. `unread` collects other columns' names. Raises ConfigError for
+    a bad row, TrainingError for a dataset that may be readable later."""
     column = source.columns[0]
     if source.is_files:
         rows = read_rows(source.training, segment, source.columns)
@@ -76,7 +74,7 @@ def read_documents(
 
 
 def text_of(value: Any, column: str) -> str:
-    """Return a document's text, in which lone surrogates are replaced. Raises ValueError if the value is no text."""
+    """Return a document's text, with lone surrogates replaced. Raises ValueError for a value that is no text."""
     if not isinstance(value, str):
         what = "no text (null)" if value is None else f"a value of type {type(value).__name__}"
         raise ValueError(f"column {show(column)} holds {what} where a document's text is expected")
@@ -84,7 +82,7 @@ def text_of(value: Any, column: str) -> str:
 
 
 def _hub() -> Any:
-    from titanlite.data import hub  # imported here, since a run on files does not need it
+    from titanlite.data import hub  # imported here, since a run on files needs no hub
 
     return hub
 
@@ -97,19 +95,19 @@ def _topics() -> list[str]:
 
 
 def _open_files(source: Source, *, with_times: bool) -> tuple[Iterator[Segment], str]:
-    """Return the segments of a dataset's files, and the content_hash. A file is opened when its segment is needed."""
+    """Return the segments of a dataset's files, each opened when its segment is taken, and the content_hash."""
     files = files_of(source)
     readable: Iterable[Path] = files
     if source.training.dataset == "parquet":
-        from titanlite.data.worker_process import readable_footers  # here, as most runs are on other files
+        from titanlite.data.worker_process import readable_footers  # imported here, since most runs read other formats
 
         readable = readable_footers(files)
     return (segment_of(source.training, file) for file in readable), content_hash(files, with_times=with_times)
 
 
 def content_hash(files: Sequence[Path], *, with_times: bool) -> str:
-    """Return a hash of the files' content and order, wherever they are stored: all of a small file, the size and evenly
-    spaced samples of a large one. Modification times, which differ between copies, count only `with_times`."""
+    """Return a hash of files' content and order, not paths: of large files, the size and evenly spaced samples.
+    Modification times, which differ between copies, count only `with_times`."""
     content = hashlib.sha256()
     samples = min(SAMPLES, max(SAMPLES_OF_ALL // len(files), 2))
     for path in files:

@@ -1,9 +1,8 @@
-"""The files that a folder stands for, and the rows of text, JSON and parquet files, read from any row on.
+"""The files that a folder stands for, and the rows of text, JSON and parquet files.
 
-A segment is a range of a file's rows. What `begin` and `end` count depends on the file:
+A segment is a range of a file's rows. The unit of its limits `begin` and `end` depends on the file:
 
-    text by line or paragraph, JSON lines    bytes (of the text, if the file is compressed); a row belongs to the
-                                             segment in which it begins
+    text by line or paragraph, JSON lines    bytes of uncompressed text; a row is in the segment where it begins
     parquet, JSON arrays                     rows
     text by document                         files: the file is one row, 0
 """
@@ -30,25 +29,25 @@ from titanlite.data.source import Source, columns_of
 from titanlite.files.durable import is_transient
 
 SUFFIXES = {"text": (".txt",), "json": (".json", ".jsonl"), "parquet": (".parquet",)}
-"""Suffixes, in any case, of the files that are read from a folder, by dataset. Text and JSON may be compressed."""
+"""Suffixes, in any case, of the files that are read from a folder. Text and JSON files may be compressed, too."""
 TOOLS = "tools"
-"""Optional column of a row with a conversation: the tools that the assistant may call."""
+"""Optional column of a conversation's row, with the tools that the assistant may call."""
 COMPRESSED = re.compile(r"\.(gz|bz2|xz|zst)$", re.IGNORECASE)
 SPLIT = re.compile(
     r"(?<![a-z])(?:(train)|(val|valid|validate|dev)|(test|eval|held.?out|hold.?out))"
     r"(?:ing|ation|uation|s|sets?|data|split)?(?![a-z])"
 )
-"""Words in names by which people tell splits apart: 1 training, 2 validation, 3 test. The last one counts."""
+"""Words in file names that name splits: 1 training, 2 validation, 3 test. The last such word of a name counts."""
 
 LARGEST_ROW = 2**26
-"""Bytes of a row, at most: a row is in memory more than once while it is read."""
+"""Most bytes of a row, which is in memory several times while it is read."""
 BYTES_AT_A_TIME = 2**24
-"""Approximate bytes of the rows of a table that are read together."""
+"""Approximate bytes of a table's rows that are read together."""
 END = 2**62
-"""`end` of a segment whose number of rows or bytes is not known."""
+"""`end` of a segment whose number of rows or bytes is unknown."""
 BOM = b"\xef\xbb\xbf"
 KINDS = {kind: text.encode() for kind, text in read_toml(str(Path(__file__).with_name("kinds.toml"))).items()}
-"""Kinds of files that are no text in UTF-8, each with a regular expression for the beginning of the file."""
+"""Regular expression for the first bytes of a file, by the kind of file that is no UTF-8 text."""
 
 
 class Segment(NamedTuple):
@@ -58,27 +57,27 @@ class Segment(NamedTuple):
     begin: int
     end: int
     bytes: int
-    """Approximate bytes of the file in this segment, for progress and to partition a dataset evenly."""
+    """Approximate bytes of the file in this segment, to show progress and to partition a dataset evenly."""
 
 
 class Row(NamedTuple):
-    """A row, and where this row and the next one begin."""
+    """A row of a file, with the positions at which this row and the next row begin."""
 
     begin: int
     end: int
     values: dict[str, Any]
-    """Values by column; text files have the column "text"."""
+    """Values by column; a row of a text file has the column "text" only."""
     others: Collection[str] = ()
     """Columns of the row that are not read."""
 
 
 class BadRowError(Exception):
-    """A row cannot be read; the arguments are where it begins, and why."""
+    """A row cannot be read; the arguments are the row's position and the reason."""
 
 
 def files_of(source: Source) -> list[Path]:
-    """Return the files that a path, folder or glob names, sorted so that every machine reads them in the same order. Of
-    a folder or glob, print which files are read and which are left out. Raises ConfigError if there are none."""
+    """Return the files that a path, folder or glob names, in the same order on every machine, and print the choice
+    among several. Raises ConfigError if there is no file."""
     path = Path(os.path.expanduser(source.training.dataset_path))
     names, reasons, is_folder = {path.name: path}, dict[str, str](), path.is_dir()
     if is_folder or not path.exists():
@@ -104,7 +103,7 @@ def files_of(source: Source) -> list[Path]:
 
 
 def _left_out(source: Source, files: dict[str, Path], *, is_folder: bool) -> dict[str, str]:
-    """Return the files of a folder or glob that are left out, and why, by their paths below the common folder."""
+    """Return the reason for each file of a folder or glob that is left out, by its path below the common folder."""
     suffixes, reasons, first = SUFFIXES[source.training.dataset], dict[str, str](), dict[str, str]()
     for name, file in files.items():
         unpacked = name if source.training.dataset == "parquet" else COMPRESSED.sub("", name)
@@ -129,12 +128,11 @@ def _listed(names: list[str]) -> str:
 
 
 def is_splittable(segment: Segment) -> bool:
-    """Return whether a segment may be divided at any number between its limits."""
     return segment.end not in (1, END)
 
 
 def _rows_are(training: Training, path: Path) -> str:
-    """Return the kind of rows of a file: a key of _READERS or, for a text file, training.text_sample_by."""
+    """Return the kind of a file's rows: a key of _READERS or, for a text file, training.text_sample_by."""
     if training.dataset == "json":
         with _open(path) as file:
             return "array" if file.read(2**10).removeprefix(BOM).lstrip()[:1] == b"[" else "json"
@@ -142,7 +140,6 @@ def _rows_are(training: Training, path: Path) -> str:
 
 
 def segment_of(training: Training, path: Path) -> Segment:
-    """Return the segment of all rows of a file. Raises ConfigError if it cannot be read."""
     with errors_of(path), open_file(path) as file:
         end = size = path.stat().st_size
         if (rows := _rows_are(training, path)) == "parquet":
@@ -155,8 +152,7 @@ def segment_of(training: Training, path: Path) -> Segment:
 
 
 def read_rows(training: Training, segment: Segment, columns: Sequence[str]) -> Iterator[Row]:
-    """Yield the rows of a segment with some of their columns. Raises ConfigError, with the file and the row, for a row
-    that is invalid or lacks a column, and TrainingError if the file cannot be read now but perhaps later."""
+    """Yield the rows of a segment. Raises ConfigError for an invalid row, TrainingError for an error that may pass."""
     path = Path(segment.file)
     with errors_of(path):
         try:
@@ -167,7 +163,7 @@ def read_rows(training: Training, segment: Segment, columns: Sequence[str]) -> I
 
 
 def place(training: Training, file: str, begin: int) -> str:
-    """Return the file, if there is one, and the number of the row or line, counted from 1, for messages."""
+    """Return a message's text for the place of a row: the file, if any, and the row or line, counted from 1."""
     if not file:
         return f"row {begin + 1:,}"
     if (rows := _rows_are(training, Path(file))) == "document":
@@ -179,7 +175,7 @@ def place(training: Training, file: str, begin: int) -> str:
 
 
 def _skip(file: BinaryIO, n: int) -> int:
-    """Read the first `n` bytes of a file, and return the number of line feeds in them."""
+    """Read the first `n` bytes of a file, and return the number of line feeds in these bytes."""
     n_lines = 0
     while n and (chunk := file.read(min(n, 2**24))):
         n, n_lines = n - len(chunk), n_lines + chunk.count(b"\n")
@@ -188,7 +184,7 @@ def _skip(file: BinaryIO, n: int) -> int:
 
 @contextlib.contextmanager
 def errors_of(path: Path) -> Iterator[None]:
-    """Replace the errors of reading a file by errors with a message of one line."""
+    """Turn any exception from reading a file into a ConfigError or TrainingError with a message of one line."""
     try:
         yield
     except (ConfigError, TrainingError, BadRowError):
@@ -201,7 +197,7 @@ def errors_of(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _open(path: Path) -> Iterator[BinaryIO]:
-    """Open a text file, and unpack it if it is compressed. Raises ConfigError with the file's kind if it is no text."""
+    """Open a text file, and decompress it if needed. Raises ConfigError with the file's kind if it is no text."""
     with open_file(path) as file, UNPACKED.get(_kind(file), contextlib.nullcontext)(file) as content:
         if kind := _kind(content):
             raise ConfigError([f"{path}: expected text in UTF-8, found {kind}"])
@@ -209,13 +205,13 @@ def _open(path: Path) -> Iterator[BinaryIO]:
 
 
 def _kind(file: Any) -> str:
-    """Return the kind of a file, by its beginning, if it is one of the known kinds that are no UTF-8 text."""
+    """Return the kind of a file by its first bytes; "" if it may be UTF-8 text."""
     begin = file.peek(512)
     return next((kind for kind, pattern in KINDS.items() if re.match(pattern, begin, re.DOTALL)), "")
 
 
 def _unpack_zstd(file: BinaryIO) -> BinaryIO:
-    import pyarrow  # imported here, since a run on other data does not need it
+    import pyarrow  # imported here, since most runs read no zstd
 
     return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))
 
@@ -224,7 +220,6 @@ UNPACKED = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open, "zstd": _unpa
 
 
 def _select(training: Training, row: Any, begin: int, end: int, columns: Sequence[str]) -> Row:
-    """Return a JSON object as a row, with some of its columns."""
     if not isinstance(row, dict):
         raise BadRowError(begin, f"expected a JSON object, found a value of type {type(row).__name__}")
     if not row.keys() >= {*columns}:
@@ -234,12 +229,12 @@ def _select(training: Training, row: Any, begin: int, end: int, columns: Sequenc
 
 
 def columns_in(training: Training, columns: Sequence[str], names: Collection[str]) -> list[str]:
-    """Return which of these columns of a row are read: `columns`, which it must have, and TOOLS of a conversation."""
+    """Return the columns of a row that are read: `columns`, which must exist, and TOOLS of a conversation."""
     return [*columns, *({TOOLS}.intersection(names) - {*columns} if training.dataset_format != "text" else ())]
 
 
 def no_column(training: Training, names: Collection[str]) -> str:
-    """Return the message about a column that a dataset with the columns `names` lacks; "" if it lacks none."""
+    """Return an error message about the first column that a dataset with columns `names` lacks; "" if none."""
     for option, column in columns_of(training).items():
         if column not in names:
             return f"no column {show(column)}; it has {', '.join(names) or 'none'} (training.{option})"
@@ -258,18 +253,16 @@ def _array_rows(training: Training, path: Path, segment: Segment, columns: Seque
 
 
 def rows_at_a_time(n_rows: int, n_bytes: int) -> int:
-    """Return how many rows are read together, if `n_rows` rows have `n_bytes`."""
     return min(max(BYTES_AT_A_TIME * n_rows // max(n_bytes, 1), 1), 256)
 
 
 def _parquet(path: Path) -> Any:
-    import pyarrow.parquet  # imported here, since a run on other data does not need it
+    import pyarrow.parquet  # imported here, since most runs read no parquet
 
-    return pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**20)  # reads a row group in chunks
+    return pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**20)  # read a row group in chunks of 1 MiB
 
 
 def _parquet_rows(training: Training, path: Path, segment: Segment, columns: Sequence[str]) -> Iterator[Row]:
-    """Yield the segment's rows from the row groups that contain them."""
     file = _parquet(path)
     names = file.schema_arrow.names
     if problem := no_column(training, names):
@@ -293,7 +286,7 @@ def _parquet_rows(training: Training, path: Path, segment: Segment, columns: Seq
             row += len(batch)
         if row != end:
             break
-    if row != file.metadata.num_rows:  # pyarrow skips a page whose type is damaged
+    if row != file.metadata.num_rows:  # pyarrow silently skips a page whose type is damaged
         problem = f"{path}: says that it has {file.metadata.num_rows:,} rows, and lacks some or has more: it is damaged"
         raise ConfigError([problem])
 
@@ -304,7 +297,7 @@ def _json_rows(training: Training, path: Path, segment: Segment, columns: Sequen
             if line.strip():
                 try:
                     row = json.loads(line.decode())
-                except ValueError as error:  # a RecursionError (hostile nesting) is no ValueError
+                except ValueError as error:  # deep nesting raises RecursionError instead
                     raise BadRowError(begin, f"no JSON: {error}") from None
                 except RecursionError:
                     raise BadRowError(begin, "JSON that is nested too deep") from None
@@ -334,12 +327,12 @@ def _document(file: BinaryIO, segment: Segment) -> Iterator[tuple[int, int, byte
 
 
 def _lines(file: BinaryIO, segment: Segment) -> Iterator[tuple[int, int, bytes]]:
-    """Yield where each line that begins in a segment begins and ends, and the line with its line feed."""
+    """Yield the begin and end, in bytes, of each line that begins in a segment, and the line with its line feed."""
     begin = segment.begin
     if begin:
         begin -= 1
         file.seek(begin) if file.seekable() else _skip(file, begin)
-        while chunk := file.readline(2**20):  # skip the rest of a line that begins before
+        while chunk := file.readline(2**20):  # skip the rest of a line that begins before this segment
             begin += len(chunk)
             if chunk.endswith(b"\n"):
                 break
@@ -352,8 +345,8 @@ def _lines(file: BinaryIO, segment: Segment) -> Iterator[tuple[int, int, bytes]]
 
 
 def _paragraphs(file: BinaryIO, segment: Segment) -> Iterator[tuple[int, int, bytes]]:
-    """Yield where each paragraph of a segment begins and ends, and its lines. Empty lines separate paragraphs."""
-    first = max(segment.begin - 2, 0)  # after an empty line, a paragraph begins with the segment
+    """Yield begin, end and content of each paragraph that begins in a segment. Empty lines separate paragraphs."""
+    first = max(segment.begin - 2, 0)  # include an empty line that ends just before the segment
     lines, after_empty = _lines(file, segment._replace(begin=first, end=END)), first == 0
     for is_empty, group in itertools.groupby(lines, key=lambda line: not line[2].rstrip(b"\r\n")):
         if after_empty and not is_empty:
@@ -371,4 +364,4 @@ def _paragraphs(file: BinaryIO, segment: Segment) -> Iterator[tuple[int, int, by
         after_empty = True
 
 
-_READERS = {"parquet": _parquet_rows, "array": _array_rows, "json": _json_rows}  # _text_rows reads the others
+_READERS = {"parquet": _parquet_rows, "array": _array_rows, "json": _json_rows}  # _text_rows reads all other kinds

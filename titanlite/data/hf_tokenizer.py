@@ -19,27 +19,25 @@ from titanlite.config.regular_file import read_file
 from titanlite.data.tokenizer import BATCH, Tokenizer, restart_time_limit
 
 CHUNK = 2**18
-"""Characters of a text that are encoded at a time: the library needs some 200 bytes per token of a text."""
+"""Characters of a text that are encoded at a time; the library needs some 200 bytes of memory per token."""
 OVERLAP = 2**12
-"""Characters that two chunks of a text share."""
+"""Characters that two neighbouring chunks of a text have in common."""
 LARGEST_FILE = 2**27
-"""Bytes of a tokenizer's file at most."""
+"""Largest file of a tokenizer, in bytes."""
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
 FILES += ("chat_template.jinja",)
-"""The files of a folder that transformers reads, if they exist."""
+"""Files of a tokenizer's folder that transformers reads, if they exist."""
 _FROM_JSON = PlainValidator(lambda text: np.frombuffer(bytearray.fromhex(str(text)), np.uint32))
 Tokens = Annotated[np.ndarray, _FROM_JSON, PlainSerializer(lambda tokens: tokens.tobytes().hex())]
-"""Token ids, uint32; in a worker's messages they are hexadecimal."""
+"""Token ids, uint32, which are hexadecimal text in a worker's messages."""
 
 
 def reason_of(error: BaseException) -> str:
-    """Return an error's message, in one line."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def load(path: Path) -> Any:
-    """Return transformers' tokenizer of a folder, or of a tokenizer.json without a folder. No code of the folder runs,
-    and nothing is downloaded."""
+    """Return transformers' tokenizer of a folder or tokenizer.json, without code of the folder or downloads."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # imported here, since only a worker needs it
 
     restart_time_limit()
@@ -53,9 +51,8 @@ def load(path: Path) -> Any:
 
 
 def join(chunks: list[np.ndarray], shared: list[np.ndarray]) -> tuple[np.ndarray, list[int]]:
-    """Return the tokens of a text from the tokens of its chunks. Each chunk begins with the text at the end of the one
-    before; `shared` has the tokens of these common texts. Chunks are joined where all three agree. Also return the
-    numbers of the chunks that do not agree with the chunk before."""
+    """Return a text's tokens from those of its overlapping chunks, and the numbers of chunks that do not fit the chunk
+    before. Two chunks are joined where both agree with `shared`, the tokens of the overlap alone."""
     parts, failed, begin = [], [], 0
     for number, (one, other, both) in enumerate(zip(chunks, chunks[1:], shared, strict=False), 1):
         middle, near = len(both) // 2, min(len(both) // 4, 64)
@@ -68,38 +65,38 @@ def join(chunks: list[np.ndarray], shared: list[np.ndarray]) -> tuple[np.ndarray
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """Encodes text to the tokens of transformers' tokenizer, on all cores. Its prefix and suffix are what transformers'
-    adds to a text. EOS is the token that it names, else one that well-known models use; without any it raises
-    ConfigError. Special tokens that a text spells out are encoded as ordinary text, so that a text cannot end its own
-    document, unless `special` is set."""
+    """Encodes text with transformers' tokenizer, on all cores. `prefix` and `suffix` are the tokens that transformers
+    adds to a text. EOS is the token that the tokenizer names, or one of KNOWN_EOS; without any, raise ConfigError. A
+    text that spells out special tokens cannot end its own document, unless `special` is set."""
 
     KNOWN_EOS = ("<|end_of_text|>", "</s>", "<|endoftext|>", "<eos>", "<|im_end|>")
 
     def __init__(self, path: Path):
-        import tokenizers  # imported here, since only a worker needs it
+        import tokenizers  # imported here, since only a worker needs tokenizers
 
         self.path, self.file = str(path), path / FILES[0] if path.is_dir() else path
         try:
             self.loaded = load(path)
             restart_time_limit()
             self.tokenizer = self.loaded.backend_tokenizer
-            self.loaded("")  # fails now if it cannot encode plain text
-            self.tokenizer.no_truncation()  # a tokenizer.json may ask for both, for uses other than training
+            self.loaded("")  # raises now if the tokenizer cannot encode plain text
+            # A tokenizer.json may ask for truncation and padding, which training does not want.
+            self.tokenizer.no_truncation()
             self.tokenizer.no_padding()
             ids, added = self.tokenizer.get_vocab(), self.tokenizer.get_added_tokens_decoder().values()
             special = [token.content for token in added if token.special and not self.loaded.split_special_tokens]
-            # The names are random, so that no text has them. The ends stay: a token may need to be a word of its own.
+            # Random names are in no text. Their first and last characters stay: a token may match separate words only.
             self.names = {text: f"{text[0]}{secrets.token_hex(16)}{text[-1]}" for text in special}
             word = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).encode("a")
-            around = self.tokenizer.post_process(word)  # a text of one token, and what is added to it
+            around = self.tokenizer.post_process(word)  # encode a single token, and add special tokens around it
             at = around.special_tokens_mask.index(0)
             self.prefix, self.suffix = around.ids[:at], around.ids[at + 1 :]
             content = json.loads(self.tokenizer.to_str())
         except BaseException as error:  # a panic in the Rust library is a BaseException, not an Exception
-            from titanlite.config.hf.values import read_json_object  # imported here, since few files are wrong
+            from titanlite.config.hf.values import read_json_object  # imported here: few tokenizer files are wrong
 
             for file in [path / name for name in FILES if name.endswith(".json") and (path / name).is_file()]:
-                read_json_object(file, file.read_bytes())  # it raises if this file is no JSON object
+                read_json_object(file, file.read_bytes())  # raises ConfigError if this file is no JSON object
             problem = f"model.hf_assets_path: {path} cannot be read as a tokenizer: {reason_of(error)}"
             raise ConfigError([problem]) from None
         known = [self.loaded.eos_token_id, *(ids.get(token) for token in self.KNOWN_EOS)]
@@ -113,19 +110,18 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @functools.cached_property
     def ordinary(self) -> Any:
-        """The same tokenizer, with special tokens renamed to `names`, so that a text cannot spell them out."""
+        """A copy of the tokenizer in which special tokens have random names, which no text can spell out."""
         dump = functools.partial(json.dumps, ensure_ascii=False)
         named = {dump(text): dump(name) for text, name in self.names.items()}
         pattern = "|".join(map(re.escape, named)) or "(?!)"
         content = re.sub(pattern, lambda match: named[match[0]], self.tokenizer.to_str())
         tokenizer = type(self.tokenizer).from_str(content)
-        tokenizer.post_processor = None  # it would change the offsets of tokens
+        tokenizer.post_processor = None  # a post-processor would change the offsets of tokens
         tokenizer.encode_special_tokens = self.loaded.split_special_tokens
         return tokenizer
 
     def encode(self, texts: list[str], special: bool = False) -> list[np.ndarray]:
-        """Return the token ids of each text, uint32, without what the tokenizer adds. A text of more than CHUNK
-        characters is encoded in chunks, which are joined where no token depends on the split."""
+        """Return the token ids of each text, uint32, without prefix and suffix; encode a long text in chunks."""
         tokens: list[Any] = [None] * len(texts)
         limits = [[*range(0, max(len(text) - OVERLAP, 1), CHUNK), len(text)] for text in texts]
         known: dict[tuple[int, int, int], np.ndarray] = {}
@@ -146,23 +142,21 @@ class HuggingFaceTokenizer(Tokenizer):
         return tokens
 
     def encode_chunks(self, chunks: list[str], special: bool) -> list[Tokens]:
-        """Return the token ids of each text, encoded together. Raises ConfigError for a text that cannot be encoded."""
         encodings = self.encode_together(chunks, self.tokenizer if special else self.ordinary)
-        # an array of the standard library: 3 times as fast as np.array of a list
+        # np.frombuffer of an array("I") is 3 times as fast as np.array of a list.
         return [np.frombuffer(array("I", encoding.ids), np.uint32) for encoding in encodings]
 
     def encode_together(self, texts: list[str], tokenizer: Any, *, with_offsets: bool = False) -> list[Any]:
-        """Return the encodings of texts by a tokenizer. Raises ConfigError for a text that cannot be encoded."""
         restart_time_limit()
         try:
             encode = tokenizer.encode_batch if with_offsets else tokenizer.encode_batch_fast
             return encode(texts, add_special_tokens=False)
-        except BaseException as error:  # a panic in the Rust library is no Exception
+        except BaseException as error:  # a panic in the Rust library is a BaseException
             for text in texts if len(texts) > 1 else []:
                 self.encode_together([text], tokenizer)
             problem = f"{self.file}: cannot encode the text {show(texts[0][:40])}: {reason_of(error)}"
             raise ConfigError([problem]) from None
 
     def decode(self, tokens: list[int]) -> str:
-        """Return the text of tokens. Special tokens, and tokens that the vocabulary lacks, have no text."""
+        """Return the text of tokens. Special tokens, and tokens outside the vocabulary, have no text."""
         return self.tokenizer.decode(tokens, skip_special_tokens=True)

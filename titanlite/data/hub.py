@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face hub, read by its `datasets` library; `load` has the special cases."""
+"""Datasets of the Hugging Face hub, read by its library `datasets`."""
 
 import logging
 from collections.abc import Iterable, Iterator
@@ -11,7 +11,7 @@ from titanlite.data.source import Source
 
 
 def read_rows(source: Source, segment: Segment) -> Iterator[Row]:
-    """Yield the rows of a segment, as files.read_rows does."""
+    """Yield the rows of a segment of a hub dataset, as files.read_rows does for files."""
     dataset = load(source, streaming=False)
     columns = columns_in(source.training, source.columns, dataset.column_names)
     others, dataset = {*dataset.column_names}.difference(columns), dataset.select_columns(columns)
@@ -23,15 +23,14 @@ def read_rows(source: Source, segment: Segment) -> Iterator[Row]:
 
 
 def read(source: Source, items: Iterable[Any]) -> Iterator[Any]:
-    """Yield the items. Raises TrainingError for any error: the dataset was found, and another start may succeed."""
+    """Yield the items. Any error is raised as TrainingError: the dataset exists, and another start may succeed."""
     try:
         yield from items
-    except Exception as error:  # formats, the file system and the network raise their own errors
+    except Exception as error:  # formats, file systems and the network raise errors of many types
         raise TrainingError(_problem(source, "cannot be read", error)) from None
 
 
 def _problem(source: Source, what: str, error: BaseException) -> str:
-    """Return the line about what is wrong with a dataset. Of an error that libraries have wrapped, show the cause."""
     while error.__cause__ is not None:
         error = error.__cause__
     reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300] or type(error).__name__}"
@@ -40,21 +39,21 @@ def _problem(source: Source, what: str, error: BaseException) -> str:
 
 
 def load(source: Source, *, streaming: bool) -> Any:
-    """Return a dataset of the `datasets` library."""
-    import datasets  # imported here, since a run on files does not need it
+    """Return the dataset of the `datasets` library. Raises ConfigError if it cannot be loaded or lacks a column."""
+    import datasets  # imported here, since a run on files needs no hub
 
     options = source.training
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(logging.CRITICAL)  # it would also log the errors that it raises
+    datasets.logging.set_verbosity(logging.CRITICAL)  # the library would also log the errors that it raises
     path, name, split = options.dataset_path, options.dataset_config or None, options.dataset_split
     if options.dataset == "c4":
         path, name = "allenai/c4", "en"
     try:
         dataset = datasets.load_dataset(path=path, name=name, split=split, streaming=streaming)
-        names = dataset.column_names or list(next(iter(dataset)))  # some formats get the names from an item
+        names = dataset.column_names or list(next(iter(dataset)))  # some formats know their columns only from a row
     except StopIteration:
         raise ConfigError([f"{source}: has no documents"]) from None
-    except Exception as error:  # the hub, the file system and formats raise their own errors
+    except Exception as error:  # the hub, file systems and formats raise errors of many types
         raise ConfigError([_problem(source, "cannot be loaded", error)]) from None
     if problem := no_column(options, names):
         raise ConfigError([f"{source}: {problem}"])

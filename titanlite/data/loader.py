@@ -1,4 +1,4 @@
-"""The data loader: per-device batches of packed sequences, prepared by a thread that runs ahead of the training."""
+"""The data loader: per-device batches of packed sequences, prepared by a thread ahead of the training."""
 
 import contextlib
 import itertools
@@ -17,42 +17,41 @@ from titanlite.files.durable import Int63, parse_part
 from titanlite.loss import IGNORED
 from titanlite.model import Documents
 
-PREFETCH_STEPS = 2  # optimizer steps whose batches are prepared before they are asked for
+PREFETCH_STEPS = 2  # optimizer steps whose batches are prepared in advance
 
 
 class Batch(NamedTuple):
-    """A per-device batch is a rank's tokens of B sequences, int64 [B, T / context-parallel ranks] each."""
+    """A per-device batch of B sequences: a rank's tokens, int64 [B, T / context-parallel ranks] per tensor."""
 
     tokens: Tensor
     targets: Tensor
-    """The tokens that follow, IGNORED where there is nothing to predict."""
+    """The token that follows each token; IGNORED where there is nothing to predict."""
     positions: Tensor
     """Position of each token in its sequence or, with a document mask, in its document."""
     document_positions: Tensor | None = None
-    """With a document mask: the position in its document of each token that this rank's attention has, [B, T / ring
-    ranks]. They stay in host memory, where the sizes of attention's calls are computed from them."""
+    """With a document mask: positions in documents of the tokens in attention, [B, T / ring ranks], in host memory."""
 
     def inputs(self) -> dict[str, Any]:
-        """Return the arguments of every pipeline stage: all fields except the tokens, which only the first one gets."""
+        """Return the arguments that every pipeline stage takes; only the first stage also takes the tokens."""
         documents = {} if self.document_positions is None else {"documents": Documents(self.document_positions)}
         return {"positions": self.positions, "targets": self.targets, **documents}
 
     def to(self, device: torch.device) -> "Batch":
-        """Return a copy on a device. The copy does not wait if this batch is in pinned memory."""
+        """Return a copy on a device; the copy of a batch in pinned memory is asynchronous."""
         return Batch(*(tensor.to(device, non_blocking=True) for tensor in self[:3]), self.document_positions)
 
 
 class SequenceShard(NamedTuple):
-    """The tokens of every sequence that a context-parallel rank takes, as indices into the sequence."""
+    """The tokens of each sequence that a context-parallel rank takes, as indices into the sequence."""
 
     own: slice | np.ndarray = slice(None)
-    """Tokens of this rank."""
+    """Indices of this rank's tokens."""
     ring: slice | np.ndarray = slice(None)
-    """Tokens of this rank and its Ulysses group together."""
+    """Indices of the tokens of this rank's Ulysses group."""
 
 
 class Share(NamedTuple):
-    """The data that a rank reads: the sequences rank, rank + degree, ..., and of each the tokens of `shard`."""
+    """The data of a rank: sequences rank, rank + degree, ..., and of each sequence the tokens in `shard`."""
 
     rank: int
     degree: int
@@ -60,7 +59,7 @@ class Share(NamedTuple):
 
 
 def collate(sequences: Iterable[Sequence], shard: SequenceShard, *, document_mask: bool, pin: bool) -> Batch:
-    """Return a rank's shard of some sequences as a batch; `pin` puts it into pinned memory, for a copy to a GPU."""
+    """Return a rank's shard of some sequences as a batch; with `pin` in pinned memory, for copies to a GPU."""
     tokens, targets, document_positions = (np.stack(arrays) for arrays in zip(*sequences, strict=True))
     positions = document_positions if document_mask else np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
     arrays = [array[:, shard.own] for array in (tokens, np.maximum(targets, IGNORED), positions)]
@@ -71,19 +70,17 @@ def collate(sequences: Iterable[Sequence], shard: SequenceShard, *, document_mas
 
 
 def count(sequences: Iterable[Sequence]) -> np.ndarray:
-    """Return the number of positions in some sequences, of masked ones, of padding, and of sequences that end within a
-    document: int64 [4]."""
+    """Return numbers of targets, masked targets, padding, and sequences that end within a document: int64 [4]."""
     targets = np.stack([sequence.targets for sequence in sequences])
     masks = targets == IGNORED, targets == PADDING, targets[:, -1] >= 0
     return np.array([targets.size, *map(np.sum, masks)])
 
 
 class Loader:
-    """Returns this rank's batches, a step at a time. A thread prepares them ahead of the training.
+    """Returns this rank's batches, one optimizer step at a time, which a thread prepares ahead of the training.
 
-    Optimizer step s trains on the sequences s G .. s G + G - 1, where G is the global batch size. This rank takes its
-    `share` of them, as `n_copies` ranks do. `pin` puts batches into pinned memory. `state` is what `Loader.state`
-    returned when the run was saved, on any number of ranks.
+    Optimizer step s trains on sequences s G to s G + G - 1, where G is the global batch size. `n_copies` ranks take the
+    same `share` as this rank. `pin` puts batches into pinned memory. `state` is the `Loader.state` of a saved run.
     """
 
     def __init__(
@@ -100,17 +97,17 @@ class Loader:
         self.start(state)
 
     def start(self, state: dict[str, Any] | None) -> None:
-        """Begin where `state` says; for another time, after `close`. Raises ConfigError for a damaged state."""
+        """Begin at `state`; call close before a second start. Raises ConfigError for a damaged state."""
         sequences, self.stateful = self.sequences, None
-        if hasattr(sequences, "resumed"):  # a mixture, a stream, or own data
+        if hasattr(sequences, "resumed"):  # a mixture, a stream or own data has a state of its own
             self.stateful = sequences = sequences.resumed(state)
         state = {"next_sequence": 0} if state is None else state
         self.position, self._again = parse_part(state, "data.next_sequence", Int63), list[Batch]()
         counts = parse_part(state, "data.counts", tuple[Int63, Int63, Int63, Int63] | None)
         self.counts = np.array(counts or [self.position * self.training.seq_len, 0, 0, 0])
-        """The result of `count` for all sequences so far, of all ranks."""
+        """Sum of `count` over all sequences so far, of all ranks."""
         reader = sequences.read(self.position + self.share.rank, self.share.degree)
-        self._ready = queue.Queue[Any](maxsize=PREFETCH_STEPS)  # items are what `next` needs, or an exception
+        self._ready = queue.Queue[Any](maxsize=PREFETCH_STEPS)  # items: data of a step, or an exception
         self._closed = False
         self._thread = threading.Thread(target=self._prefetch, args=(reader,), name="data", daemon=True)
         self._thread.start()
@@ -127,7 +124,7 @@ class Loader:
                     batches.append(collate(sequences, self.share.shard, document_mask=document_mask, pin=self.pin))
                     counts += count(sequences) / self.n_copies
                 self._ready.put((batches, shard_states, counts.tolist()))
-        except Exception as error:  # raised again where the training waits for the batch
+        except Exception as error:  # `next` raises the error in the main thread
             self._ready.put(error)
 
     def next(self) -> list[Batch]:
@@ -138,7 +135,7 @@ class Loader:
             return batches
         item = self._ready.get()
         if isinstance(item, Exception):
-            self._ready.put(item)  # the next call raises it again
+            self._ready.put(item)  # a further call must raise the error again
             raise item
         batches, shard_states, self.step_counts = item
         self.position += self.training.global_batch_size
@@ -147,15 +144,14 @@ class Loader:
         return batches
 
     def add(self, step_counts: list[float]) -> None:
-        """Add `step_counts`, summed over all ranks, once the step is taken."""
         self.counts += np.rint(step_counts).astype(np.int64)
 
     def take_back(self, batches: list[Batch]) -> None:
-        """Have `next` return once more the batches that it returned last."""
+        """Let the next call of `next` return these batches, its last result, again."""
         self._again, self.position = batches, self.position - self.training.global_batch_size
 
     def close(self, error: object = None, *_: object) -> None:
-        """End the thread. With an error, do not wait for it: a read may hang, and the error is to be reported."""
+        """End the thread. After an error, do not wait for the thread, since a hanging read would delay the report."""
         self._closed = True
         while self._thread.is_alive():
             with contextlib.suppress(queue.Empty):
@@ -169,14 +165,13 @@ class Loader:
     __exit__ = close
 
     def state(self) -> dict[str, Any]:
-        """Return where the run stands in its data, over all ranks, as plain JSON. Every rank must call it."""
+        """Return the position of the run in its data, over all ranks, as plain JSON. Every rank must call this."""
         state = {"next_sequence": self.position, "counts": self.counts.tolist()}
         return state | self.stateful.state(self.position) if self.stateful else state
 
 
 def n_validation_batches(sequences: SplitSequences, training: Training, validation: Validation, share: Share) -> int:
-    """Return how many batches each rank reads in a validation: those of the full split, or of validation.steps global
-    batches if these are fewer. The layout does not change which sequences are read."""
+    """Return the batches per rank in a validation of at most validation.steps global batches, whatever the layout."""
     cap = sequences.n_sequences if validation.steps == -1 else validation.steps * training.global_batch_size
     return -(-min(sequences.n_sequences, cap) // (share.degree * training.local_batch_size))
 
@@ -184,7 +179,7 @@ def n_validation_batches(sequences: SplitSequences, training: Training, validati
 def validation_batches(
     sequences: SplitSequences, training: Training, validation: Validation, share: Share
 ) -> Iterator[Batch]:
-    """Yield this rank's n_validation_batches from the beginning of the validation split; the last ones are padded."""
+    """Yield this rank's n_validation_batches from the beginning of the validation split, padded at its end."""
     size, mask = share.degree * training.local_batch_size, training.document_mask
     for batch in range(n_validation_batches(sequences, training, validation, share)):
         indices = range(batch * size + share.rank, (batch + 1) * size, share.degree)

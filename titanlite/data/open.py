@@ -21,10 +21,10 @@ from titanlite.data.tokenizer import ByteTokenizer, Rows, Tokenizer
 
 
 def build_tokenizer(hf_assets_path: str) -> Tokenizer:
-    """Return a path's tokenizer, in a process of its own; without a path, of bytes. Raises ConfigError if unusable."""
+    """Return the tokenizer of a path, in a worker process; "" means bytes. Raises ConfigError for an unusable path."""
     if not hf_assets_path:
         return ByteTokenizer()
-    from titanlite.config.hf.values import how_to_download  # imported here, since a run on bytes needs neither
+    from titanlite.config.hf.values import how_to_download  # imported here: bytes need no download
     from titanlite.data.tokenizer_process import TokenizerProcess
 
     path = Path(os.path.expanduser(hf_assets_path))
@@ -34,10 +34,10 @@ def build_tokenizer(hf_assets_path: str) -> Tokenizer:
 
 
 def tokenizer_of_run(model: Model, checkpoint: Checkpoint, parallelism: Parallelism) -> Tokenizer:
-    """Return the tokenizer of a resolved config. Raises ConfigError if it cannot be used with the model."""
+    """Return the tokenizer of a resolved config. Raises ConfigError if the model cannot use the tokenizer."""
     tokenizer, degree = build_tokenizer(model.hf_assets_path), parallelism.tensor_parallel_degree
     weights, advice = checkpoint.initial_load_path, ""
-    if weights == SEEDED or (Path(weights) / "config.json").is_file():  # a checkpoint's size cannot change
+    if weights == SEEDED or (Path(weights) / "config.json").is_file():  # a checkpoint's vocab_size cannot change
         rows = "" if weights == SEEDED else ' and model.new_tokens = "mean", which adds rows'
         advice = f"set model.vocab_size = {-(-tokenizer.vocab_size // degree) * degree}{rows}, or "
     option = f"model.vocab_size = {model.vocab_size}"
@@ -47,14 +47,13 @@ def tokenizer_of_run(model: Model, checkpoint: Checkpoint, parallelism: Parallel
 def check_data(
     model: Model, checkpoint: Checkpoint, parallelism: Parallelism, training: Training, validation: Validation
 ) -> None:
-    """Raise ConfigError with a line for each reason why a run cannot use its tokenizer, its chat template, or the files
-    of its datasets. Names of datasets on the hub are not looked up."""
-    tokenizers: list[Tokenizer] = []  # empty if the tokenizer cannot be used
+    """Raise ConfigError with a line for each unusable tokenizer, chat template or file of a dataset."""
+    tokenizers: list[Tokenizer] = []  # stays empty if the tokenizer is unusable
     sources = [each.source for each in token_caches(training, validation)]
     sources += [Source(training)] if training.streaming else []
 
     def check_source(source: Source) -> None:
-        with contextlib.redirect_stdout(None):  # the run itself prints the files, once
+        with contextlib.redirect_stdout(None):  # a run that follows prints the file names
             files_of(source) if source.is_files else None
         for tokenizer in tokenizers if (template := template_of(source.training)) else ():
             tokenizer.call(template.identity_of)
@@ -64,13 +63,13 @@ def check_data(
 
 
 class CacheOfRun(NamedTuple):
-    """A token cache that a run needs: its dataset, and the use of its splits."""
+    """A token cache that a run needs: its dataset, and the purposes of its splits."""
 
     source: Source
     fraction: float
-    """Fraction of the documents that belongs to the validation split."""
+    """Fraction of the documents that is the validation split."""
     splits: dict[str, Split]
-    """The cache's splits by their use, "training" or "validation"."""
+    """Split of the cache for each purpose, "training" or "validation"."""
     name: str = ""
     """Name of the dataset in a mixture."""
 
@@ -81,10 +80,9 @@ Caches = list[tuple[CacheOfRun, TokenCache]]
 def open_sequences(
     tokenizer: Tokenizer, training: Training, validation: Validation, *, seed: int, builds_cache: bool
 ) -> tuple[Sequences | Mixture, SplitSequences | None, str]:
-    """Open the training split and, where validation is enabled, the validation split. Also return the identity of the
-    training data: two runs with the same identity have the same sequence for each global index (for mixtures, the
-    mixture's own identity must be the same, too). Epochs are shuffled by `seed`. The rank with `builds_cache`, one per
-    node, builds a missing token cache. Raises ConfigError for data that cannot be read or is too short."""
+    """Open the training split and, if enabled, the validation split. Also return the data's identity: runs with the
+    same identity (and the same mixture) have the same sequences, shuffled by `seed`. On each node, the rank with
+    `builds_cache` builds a missing token cache. Raises ConfigError for unreadable or too short data."""
     options = {"cache_folder": training.cache_folder, "builds_cache": builds_cache}
     needed = token_caches(training, validation)
     caches = [(each, open_cache(each.source, tokenizer, each.fraction, **options)) for each in needed]
@@ -108,17 +106,17 @@ def open_sequences(
 
 
 def _pack(cache: TokenCache, tokenizer: Tokenizer, training: Training, *, seed: int) -> tuple[PackedSequences, str]:
-    """Return the packed sequences of a cache's training split, and the identity of the packing, without the cache's."""
+    """Return the packed sequences of a cache's training split, and the identity of the packing alone."""
     if training.packing == "concatenate":
         return PackedSequences(cache.tokens("train"), tokenizer, training, seed=seed), ""
-    from titanlite.techniques.data.best_fit import BestFitSequences, open_best_fit  # here, since most runs concatenate
+    from titanlite.techniques.data.best_fit import BestFitSequences, open_best_fit  # imported here: few runs use it
 
     packing = open_best_fit(cache, "train", training, builds_cache=cache.is_builder)
     return BestFitSequences(packing, training, seed=seed), f"/best fit {packing.identity}"
 
 
 def pack_once(cache: TokenCache, split: Split, tokenizer: Tokenizer, training: Training) -> SplitSequences:
-    """Return the packed sequences of a split that is read once, in order."""
+    """Return the packed sequences of a split that is read once and in order."""
     if training.packing == "concatenate":
         return ValidationSequences(cache.tokens(split), tokenizer, training.seq_len)
     from titanlite.techniques.data.best_fit import open_best_fit
@@ -127,9 +125,9 @@ def pack_once(cache: TokenCache, split: Split, tokenizer: Tokenizer, training: T
 
 
 def token_caches(training: Training, validation: Validation) -> Iterator[CacheOfRun]:
-    """Yield the token caches of a run; those of the training documents come first."""
+    """Yield the token caches of a run; the caches with training documents come first."""
     datasets = {} if training.datasets else {"": Source(training)}
-    for number, each in enumerate(training.datasets):  # options as in a run with only this dataset
+    for number, each in enumerate(training.datasets):  # each dataset gets the options of a run on it alone
         options = {key: getattr(each, key) for key in DatasetOptions.model_fields}
         path_option = f"training.datasets.{number}.dataset_path"
         datasets[each.name] = Source(training).changed(path_option, **options, datasets=[])
@@ -151,7 +149,7 @@ def token_caches(training: Training, validation: Validation) -> Iterator[CacheOf
 
 
 def open_mixture(tokenizer: Tokenizer, training: Training, caches: Caches, *, seed: int) -> Mixture:
-    """Return the training split of a mixture. Raises ConfigError for datasets that have, or may give, no sequence."""
+    """Return the training split of a mixture. Raises ConfigError for datasets without a sequence to give."""
     from titanlite.techniques.data import mixture  # imported here, since most runs have one dataset
 
     opened = [(each.source.training, cache) for each, cache in caches if "training" in each.splits]
@@ -177,7 +175,7 @@ def open_mixture(tokenizer: Tokenizer, training: Training, caches: Caches, *, se
 
 
 def _open_validation(tokenizer: Tokenizer, validation: Validation, caches: Caches) -> SplitSequences:
-    """Return the validation split; of a mixture, it has all datasets with at least one validation document."""
+    """Return the validation split; a mixture's has all datasets with at least one validation document."""
     opened = [(each.splits["validation"], each.source, cache) for each, cache in caches if "validation" in each.splits]
     splits = [pack_once(cache, split, tokenizer, source.training) for split, source, cache in opened]
     splits = [split for split in splits if split.n_sequences]

@@ -1,8 +1,5 @@
-"""Sequence packing: documents end to end, split into packed sequences that each have a global index.
-
-Packed sequence i is the tokens [i T, i T + T] of a flat array. So any rank can read any sequence, and one number says
-where a run stands in its data.
-"""
+"""Sequence packing: documents end to end, split into packed sequences with a global index. Packed sequence i is the
+tokens [i T, i T + T] of a flat array, so one number is the position of a run in its data."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
@@ -17,31 +14,28 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.loss import IGNORED
 
 PADDING = IGNORED - 1
-"""Target of a padding input, which is no token of a document; a batch has IGNORED there."""
+"""Target of padding, which belongs to no document; a Batch has IGNORED in its place."""
 
 
 class Sequence(NamedTuple):
-    """A packed sequence holds T tokens and their targets; each array is int64 [T]."""
+    """A packed sequence of T tokens; each array is int64 [T]."""
 
     inputs: np.ndarray
     targets: np.ndarray
     """The token that follows each input, IGNORED where there is nothing to predict, or PADDING."""
     document_positions: np.ndarray
-    """Position of each token in its document, or in the part of the document that this sequence holds."""
+    """Position of each token in its document, or in the part of the document in this sequence."""
 
 
 class Sequences(Protocol):
-    """The training split as an endless order of packed sequences: PackedSequences, BestFitSequences, StreamingSequences
-    or a Mixture."""
+    """The training split as an endless order of packed sequences."""
 
     def read(self, first: int, stride: int) -> Iterator[tuple[Sequence, tuple[int, Any] | None]]:
-        """Yield the sequences first, first + stride, ..., without end, each with the index of its streaming shard and
-        the shard's state after it, or with None where the index of a sequence is all the state there is."""
+        """Yield sequences first, first + stride, ..., without end, with any streaming shard's index and state."""
 
 
 class Mixture(Sequences, Protocol):
-    """Sequences of several datasets (techniques/data/mixture.py). States are those of a loader, None at the start.
-    Streams and own data have `resumed` and `state`, too."""
+    """Sequences of several datasets (techniques/data/mixture.py). `loader_state`: a Loader's, or None at the start."""
 
     identity: str
 
@@ -49,10 +43,10 @@ class Mixture(Sequences, Protocol):
         """Raise ConfigError if a state is of another mixture, or fewer than `n` sequences are left."""
 
     def resumed(self, loader_state: dict[str, Any] | None) -> "Mixture":
-        """Return the mixture to read from a state on. Raises ConfigError if its own part of the state is damaged."""
+        """Return the mixture to read from a state on. Raises ConfigError for a damaged state of the mixture."""
 
     def state(self, position: int) -> dict[str, Any]:
-        """Return its own part of a state, plain JSON, once `position` sequences were read. Every rank must call it."""
+        """Return the mixture's state after `position` sequences, as plain JSON. Every rank must call this."""
 
 
 class SplitSequences(Protocol):
@@ -61,23 +55,21 @@ class SplitSequences(Protocol):
     n_sequences: int
 
     def __getitem__(self, index: int) -> Sequence:
-        """Return the sequence with this index; past the end, a sequence of padding, so that all ranks can take the same
-        number of batches."""
+        """Return a sequence; past the end one of padding, so that all ranks can read equally many batches."""
 
 
 def split_sequence(tokens: np.ndarray, tokenizer: Tokenizer) -> Sequence:
-    """Split the T + 1 tokens of a packed sequence into inputs and targets. After the EOS of a document comes another
-    document, which nothing before it predicts: that target is ignored."""
+    """Split T + 1 tokens into inputs and targets; the target of an EOS that ends a document is IGNORED."""
     inputs, targets = tokens[:-1].astype(np.int64), tokens[1:].astype(np.int64)
     ends = inputs == tokenizer.eos
     if tokenizer.bos is not None:
-        ends &= targets == tokenizer.bos  # some tokenizers have one token for both; BOS ends no document
+        ends &= targets == tokenizer.bos  # BOS may be the same token as EOS, but BOS ends no document
     targets[ends] = IGNORED
     return Sequence(inputs, targets, positions_in_documents(ends))
 
 
 def positions_in_documents(ends: np.ndarray) -> np.ndarray:
-    """Return positions, int64 [T], that restart at 0 after each token that ends a document (`ends`, bool [T])."""
+    """Return positions, int64 [T], that restart at 0 after each token at which a document ends (`ends`, bool [T])."""
     indices = np.arange(len(ends))
     begins = np.zeros(len(ends), np.int64)
     begins[1:][ends[:-1]] = indices[1:][ends[:-1]]
@@ -85,11 +77,8 @@ def positions_in_documents(ends: np.ndarray) -> np.ndarray:
 
 
 class PackedSequences:
-    """The training split as an endless order of packed sequences, the same for any number of ranks.
-
-    `tokens` is a flat array of token ids. With training.shuffle, each epoch has an order of its own, by (seed, epoch).
-    Too few tokens for one sequence raise ConfigError.
-    """
+    """The training split as an endless order of packed sequences, the same for any number of ranks. With
+    training.shuffle, (seed, epoch) determines an epoch's order. Raises ConfigError for too few tokens."""
 
     def __init__(self, tokens: Tokens | np.ndarray, tokenizer: Tokenizer, training: Training, *, seed: int):
         self.tokens, self.tokenizer, self.seq_len = tokens, tokenizer, training.seq_len
@@ -110,12 +99,10 @@ class PackedSequences:
         return self.sequence(position)
 
     def sequence(self, position: int) -> Sequence:
-        """Return a sequence by its position in an epoch without shuffle."""
         start = position * self.seq_len
         return split_sequence(self.tokens[start : start + self.seq_len + 1], self.tokenizer)
 
     def read(self, first: int, stride: int) -> Iterator[tuple[Sequence, None]]:
-        """Yield the sequences first, first + stride, ..., as Sequences.read does."""
         while True:
             yield self[first], None
             first += stride
@@ -132,7 +119,7 @@ class ValidationSequences:
         return f"{self.n_sequences:,} packed sequences"
 
     def __getitem__(self, index: int) -> Sequence:
-        """Return a sequence; past the end, a sequence of padding, which continues the last document."""
+        """Return a sequence; past the end, one of padding, whose positions continue the last document's."""
         start = index * self.seq_len
         sequence = split_sequence(self.tokens[start : start + self.seq_len + 1], self.tokenizer)
         n_padded = self.seq_len - len(sequence.inputs)

@@ -1,4 +1,4 @@
-"""Tokenize some segments of a dataset into a shard of the token cache, and read back what the shard's file says."""
+"""Tokenize segments of a dataset into a shard of the token cache, and read the description in a shard's file."""
 
 import collections
 import contextlib
@@ -26,32 +26,31 @@ from titanlite.data.tokenizer import BATCH, Rows, Tokenizer, encode_documents, r
 from titanlite.files.durable import checksum, sync
 
 N_SEARCHED = 100
-"""Number of documents that are searched for special tokens."""
+"""Number of documents that are searched for special tokens in ordinary text."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheOptions:
-    """The inputs of the shards of a token cache."""
+    """The options that determine the tokens in a token cache's shards."""
 
     source: Source
     validation_fraction: float
     template: str
     """Name, by `name_of`, of the class that makes documents of rows; empty: documents are plain text."""
     rows: Rows | None = None
-    """The rows of a model that has fewer rows than the tokenizer has ids."""
+    """The model's rows, if they are fewer than the tokenizer's ids."""
 
 
 def spelled(tokenizer: Tokenizer, texts: list[str]) -> set[str]:
-    """Return, for the report, a phrase for each special token that texts contain as ordinary text."""
+    """Return a phrase of a report for each special token that texts contain as ordinary text."""
     found = [name for name in getattr(tokenizer, "names", ()) if any(name in text[:BATCH] for text in texts)]
     return {f"special token {name} (ordinary text by training.special_tokens_in_text)" for name in found}
 
 
 def is_validation_document(shard: int, document: int, fraction: float) -> bool:
-    """Return whether a document of a shard, counted from 0, belongs to the validation split. This is a fraction of the
-    documents, evenly spaced over the shard, and the same for every seed and number of ranks. Shards begin at different
-    phases, so that many shards of few documents have the right fraction in total."""
-    phase = shard * 0.6180339887498949 % 1  # the golden ratio: any number of shards spread evenly
+    """Return whether a shard's document, counted from 0, belongs to the validation split: an evenly spaced fraction,
+    whatever the seed and layout. Shards' phases differ, so that many small shards have the fraction in total."""
+    phase = shard * 0.6180339887498949 % 1  # multiples of the golden ratio spread evenly
     return int(phase + (document + 1) * fraction) > int(phase + document * fraction)
 
 
@@ -65,21 +64,20 @@ def build_shard(
     tokenizer: Tokenizer,
     at: Callable[[str, int], None] = lambda file, begin: None,
 ) -> Shard:
-    """Tokenize segments into a new file. `report` is called with the number of bytes read and of tokens since the last
-    call, and the names of columns and of keys of messages that were not read. `at` is called with the place that is
-    read next. Raises ConfigError or TrainingError for rows that cannot be read."""
+    """Tokenize segments into a new file. `report` gets bytes read and tokens since its last call, and unread columns;
+    `at` gets the file and row that are read next. Raises ConfigError or TrainingError for unreadable rows."""
     unread, special = set[str](), options.source.training.special_tokens_in_text == "special"
     encode: Callable[[list[Any]], list[np.ndarray]] = functools.partial(encode_documents, tokenizer, special=special)
     document_of: Callable[[dict[str, Any]], list[str]] | None = None
     if options.template:
-        from titanlite.data.worker import named  # imported here, since plain text needs none
+        from titanlite.data.worker import named  # imported here, since plain text has no template
 
         template = named(options.template)(tokenizer)
         encode = functools.partial(template.encode, dtype=dtype)
         document_of = functools.partial(template.document, options.source.training, unread=unread)
 
     def encoded() -> Iterator[tuple[list[str], list[np.ndarray], int]]:
-        """Yield texts, their tokens, and the bytes read. The library's threads always have another batch to encode."""
+        """Yield texts, their tokens, and the bytes read, while the pool already encodes further batches."""
         batches = _batches(options.source, segments, document_of, unread, at)
         submitted = ((texts, pool.submit(encode, texts), *others) for texts, *others in batches)
         running = collections.deque(itertools.islice(submitted, 2))
@@ -92,7 +90,7 @@ def build_shard(
     def documents() -> Iterator[tuple[Split, np.ndarray, int]]:
         document = 0
         for texts, tokens, n_bytes in encoded():
-            if not (number or document or special or options.template):  # the first documents
+            if not (number or document or special or options.template):  # search a dataset's first documents only
                 unread.update(spelled(tokenizer, texts[:N_SEARCHED]))
             for text, own in zip(texts, tokens, strict=True):
                 if options.rows:
@@ -103,8 +101,8 @@ def build_shard(
                 document += not getattr(text, "is_beginning", False)
             report(n_bytes, sum(map(len, tokens)), sorted(unread))
 
-    # The pool is not in a generator: the garbage collector may close a generator in any thread, and a thread that is
-    # just starting would wait for itself (Python 3.11).
+    # The pool is outside generators, which the garbage collector may close in any thread: a thread that is just
+    # starting would then wait for itself (Python 3.11).
     with ThreadPoolExecutor(2) as pool:
         return write_shard(path, dtype, documents())
 
@@ -112,7 +110,7 @@ def build_shard(
 def _batches(
     source: Source, segments: list[Segment], document_of: Any, unread: set[str], at: Any
 ) -> Iterator[tuple[list[str], int, tuple[str, int]]]:
-    """Yield batches of texts with BATCH characters or more, their approximate bytes in the files, and their place."""
+    """Yield batches of BATCH characters or more: texts, approximate bytes in the files, and the first text's place."""
     texts, size, n_bytes, first = list[str](), 0, 0.0, ("", 0)
     for segment in segments:
         position = segment.begin
@@ -137,7 +135,7 @@ def _batches(
 
 
 def _blocks(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield bytes in blocks of CHECKSUM_BLOCK; the last may be shorter."""
+    """Yield all bytes in blocks of CHECKSUM_BLOCK; the last block may be shorter."""
     rest = bytearray()
     for chunk in chunks:
         rest += chunk
@@ -149,7 +147,7 @@ def _blocks(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def write_shard(path: Path, dtype: DType, documents: Iterable[tuple[Split, np.ndarray, int]]) -> Shard:
-    """Write a shard to the disk. A document is the split that it belongs to, its tokens, and the bytes of its text."""
+    """Write a shard from documents: the split of each document, its tokens, and the bytes of its text."""
     lengths: dict[str, list[int]] = {"train": [], "validation": []}
     sizes, checksums, train_hash = list[int](), list[int](), xxhash.xxh3_64()
 
@@ -193,8 +191,7 @@ def write_shard(path: Path, dtype: DType, documents: Iterable[tuple[Split, np.nd
 
 
 def read_shard(path: Path, dtype: DType) -> Shard:
-    """Return the description of a shard from its file. Raises FileNotFoundError if there is no file, ConfigError if it
-    is not to be trusted or is of another dataset, and DamagedShardError if it is not a shard of this data type."""
+    """Return a shard's description. Raises FileNotFoundError, DamagedShardError, or ConfigError for untrusted files."""
     token_shards.regular_file(path)
     with open_file(path) as file:
         header = file.read(HEADER)

@@ -1,5 +1,5 @@
-"""A seeded permutation of any number of indices that needs no table: a Feistel network, applied until its value is in
-range (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002)."""
+"""A seeded permutation of n indices without a table: a Feistel network, applied until its value is in range (Black and
+Rogaway, Ciphers with Arbitrary Finite Domains, 2002)."""
 
 import struct
 
@@ -9,7 +9,7 @@ ROUNDS = 8
 
 
 def permuted(index: int, n: int, *key: int) -> int:
-    """Return the image of an index under a permutation of 0 .. n - 1. Each key, integers from 0 on, has its own."""
+    """Return the image of an index under a permutation of 0 .. n - 1, one for each key of integers >= 0."""
     half = max((n - 1).bit_length() + 1, 2) // 2
     mask = (1 << half) - 1
     seed = xxhash.xxh3_64_intdigest(struct.pack(f"<{len(key)}Q", *key))

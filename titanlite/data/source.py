@@ -1,4 +1,4 @@
-"""The options that name a dataset."""
+"""The class of options that name a dataset."""
 
 import dataclasses
 from typing import Any
@@ -8,18 +8,18 @@ from titanlite.config.schema import FILES, FORMAT_OPTIONS, Training
 
 
 def columns_of(training: Training) -> dict[str, str]:
-    """Return the columns that a document is made of; the keys are the options that name them."""
+    """Return the columns that make a document, by the options that name the columns."""
     options = [name for name, formats in FORMAT_OPTIONS.items() if training.dataset_format in formats]
     return {name: getattr(training, name) for name in options if name.endswith("_key")}
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Names a dataset by its options: those of the config or, for a validation split, a changed copy."""
+    """The options that name a dataset; for a validation split, a changed copy of the config's options."""
 
     training: Training
     path_option: str = "training.dataset_path"
-    """The option that names the path, for messages."""
+    """The option that names the path, for error messages."""
 
     @property
     def is_files(self) -> bool:
@@ -27,15 +27,13 @@ class Source:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that a document is made of."""
         return tuple(columns_of(self.training).values())
 
     def changed(self, path_option: str = "", **options: Any) -> "Source":
-        """Return the dataset that changed options name."""
         return Source(self.training.model_copy(update=options), path_option or self.path_option)
 
     def __str__(self) -> str:
-        """Return the option that names the dataset, with its value, for messages."""
+        """Return the option that names the dataset, with its value, for error messages."""
         if self.training.dataset_path:
             return f"{self.path_option} = {show(self.training.dataset_path)}"
         return f"{self.path_option.removesuffix('_path')} = {show(self.training.dataset)}"

@@ -23,14 +23,14 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.launch.progress import mark, progress
 
 SHARD_BYTES = 2**27
-"""Bytes of the files that become one shard: more for a larger file that cannot be split, less in the last shard."""
+"""Approximate bytes of files per shard; a larger file that cannot be split is one shard."""
 
 VERIFIED_AT_START = 2**30
-"""Largest cache, in bytes, that is verified in full when it is opened; of a larger one, each block when it is read."""
+"""Largest cache, in bytes, that is verified when it is opened; blocks of larger caches are verified when read."""
 
 
 def segments_of_shards(segments: Iterable[Segment]) -> list[list[Segment]]:
-    """Partition the rows of a dataset, in their order, into the segments of shards of about SHARD_BYTES each."""
+    """Partition the rows of a dataset, in order, into the segments of shards of about SHARD_BYTES each."""
     shards: list[list[Segment]] = [[]]
     size = 0
     for segment in itertools.chain.from_iterable(map(_split, segments)):
@@ -43,7 +43,7 @@ def segments_of_shards(segments: Iterable[Segment]) -> list[list[Segment]]:
 
 
 def _split(segment: Segment) -> list[Segment]:
-    """Return the segments of at most SHARD_BYTES that a segment is divided into, if it can be divided."""
+    """Divide a segment into segments of at most SHARD_BYTES each, if it can be divided."""
     n_rows, size = segment.end - segment.begin, segment.bytes
     n = max(min(-(-size // SHARD_BYTES), n_rows), 1) if is_splittable(segment) else 1
     limits = [(segment.begin + n_rows * i // n, size * i // n) for i in range(n + 1)]
@@ -60,16 +60,14 @@ def open_cache(
     builds_cache: bool,
     verifies: bool = False,
 ) -> TokenCache:
-    """Return the token cache of a dataset of any format. The rank with `builds_cache`, one per node, builds what is
-    missing or damaged, and the other ranks of its node wait for it. With `verifies` it also compares all of a large
-    cache with its checksums. Every rank must call it. Raises ConfigError for a dataset that cannot be read, and for a
-    folder that cannot be written or is not to be trusted; TrainingError if the dataset can perhaps be read later, or
-    the disk damages what is written."""
+    """Return the token cache of a dataset. The rank with `builds_cache`, one per node, builds missing and damaged
+    shards; with `verifies`, it also checks a large cache. Every rank must call this. Raises ConfigError for an
+    unreadable dataset, an unwritable or untrusted folder; TrainingError for errors that may pass, or a bad disk."""
     segments, template = list[Segment](), template_of(source.training)
     rows = tokenizer.rows if tokenizer.rows and tokenizer.vocab_size > tokenizer.rows.n else None
 
     def find() -> str:
-        """Find the segments of the dataset, and return the name of the cache's folder."""
+        """Return the name of the cache's folder, and set `segments`."""
         nonlocal segments
         segments, fingerprint = open_dataset(source)
         if template:
@@ -81,16 +79,16 @@ def open_cache(
     option = f"training.cache_folder = {show(cache_folder)}"
     folder = Path(os.path.expanduser(cache_folder)) / _of_builder(find, builds_cache)
     dtype = token_shards.dtype_for(tokenizer.vocab_size, has_targets=template is not None)
-    mark("the token cache", limited=builds_cache)  # the builder reports progress; the other ranks wait
+    mark("the token cache", limited=builds_cache)  # no time limit for waiting ranks; the builder reports progress
     if not builds_cache:
         cache = TokenCache(folder, _wait(folder, dtype))
     elif (cache := _complete_cache(folder, dtype, option, verifies=verifies)) is None:
-        from titanlite.data.cache_builder import CacheBuilder  # here: most runs find a complete cache
+        from titanlite.data.cache_builder import CacheBuilder  # imported here: most runs find a cache
         from titanlite.data.shard_builder import CacheOptions
 
         name = ""
         if template:
-            from titanlite.data.worker import name_of  # imported here, since only a template needs it
+            from titanlite.data.worker import name_of  # imported here, since plain text has no template
 
             name = name_of(template)
         options = CacheOptions(source, validation_fraction, name, rows)
@@ -103,16 +101,16 @@ def open_cache(
 
 
 def template_of(training: Training) -> Any:
-    """Return the class that makes documents of a dataset's rows; None: documents are text."""
+    """Return the class that makes documents of a dataset's rows; None: documents are plain text."""
     if training.dataset_format == "text":
         return None
-    from titanlite.techniques.data.chat_template import ChatTemplate  # imported here, since text needs none
+    from titanlite.techniques.data.chat_template import ChatTemplate  # imported here, since plain text has no template
 
     return ChatTemplate
 
 
 def _of_builder(find: Callable[[], str], builds_cache: bool) -> str:
-    """Return or raise what `find` returns or raises on the rank of this node that builds the cache."""
+    """Return or raise, on all ranks of a node, the result of `find` on the rank that builds the cache."""
     found: list[Any] = [""]
     if builds_cache:
         try:
@@ -126,22 +124,20 @@ def _of_builder(find: Callable[[], str], builds_cache: bool) -> str:
     for each in found:
         if isinstance(each, Exception):
             raise each
-    return next(filter(None, reversed(found)), "")  # a node's ranks are consecutive, the builder first
+    return next(filter(None, reversed(found)), "")  # the builder is its node's first rank; ranks are consecutive
 
 
 def _wait(folder: Path, dtype: DType) -> Index:
-    """Wait until the rank that builds the token cache has built it."""
-    reports = dist.get_node_local_rank(fallback_rank=1) == 1  # one of the waiting ranks
+    reports = dist.get_node_local_rank(fallback_rank=1) == 1  # one waiting rank per node reports
     with progress("waiting until another rank has built the token cache", enabled=reports):
-        while True:  # a collective would time out while others tokenize
+        while True:  # a collective would time out while the builder tokenizes
             with contextlib.suppress(FileNotFoundError, DamagedShardError):
                 return token_shards.read_index(folder, dtype)
             time.sleep(0.2)
 
 
 def _complete_cache(folder: Path, dtype: DType, option: str, *, verifies: bool) -> TokenCache | None:
-    """Return the cache if all shards exist with the right sizes; of a small cache, or with `verifies`, with the right
-    checksums, too. Otherwise remove the wrong files, and return None."""
+    """Return the cache if all sizes (if verified, also checksums) are right; otherwise remove wrong files."""
     try:
         cache = TokenCache(folder, token_shards.read_index(folder, dtype), is_builder=True)
         cache.check_sizes()

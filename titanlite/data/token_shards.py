@@ -9,8 +9,7 @@ A shard is a safetensors file (https://github.com/huggingface/safetensors) with 
     train_documents, validation_documents     uint32: the number of tokens of each document
     checksums                                 uint64: XXH3 of each CHECKSUM_BLOCK bytes of the tensors before
 
-A block's checksum is verified when a process first reads the block. So a cache of any size is opened at once, and
-damage is found before it is trained on.
+A block's checksum is verified when a process first reads the block, so that a cache of any size opens at once.
 """
 
 import contextlib
@@ -35,13 +34,13 @@ from titanlite.config.regular_file import open_file, read_file
 from titanlite.files import safetensors
 from titanlite.files.durable import Checksum, Int63, Record, cannot_read, checksum, first_problem, replace_file
 
-FORMAT = 6  # part of a cache's name; raised when the names, the content or the number of its files change
+FORMAT = 6  # version in a cache's name; raise it if the files' names, number or contents change
 INDEX = "tokens.json"
-HEADER, CHECKSUM_BLOCK = 4096, 2**16  # bytes
-LARGEST_INDEX = 2**28  # bytes
-OPEN_FILES = 64  # files that a token cache, or a packing, keeps open in a process
+HEADER, CHECKSUM_BLOCK = 4096, 2**16  # bytes of a shard's header; bytes per checksum
+LARGEST_INDEX = 2**28  # largest tokens.json in bytes
+OPEN_FILES = 64  # largest number of files that a token cache or a packing keeps open in a process
 UNKNOWN_USER = 65534
-"""Owner of root's files in a container that does not map root (user_namespaces(7))."""
+"""Owner of root's files in a container whose user namespace does not map root (user_namespaces(7))."""
 
 Split = Literal["train", "validation"]
 DType = Literal["uint16", "uint32"]
@@ -53,7 +52,7 @@ class DamagedShardError(Exception):
 
 
 class Shard(Record):
-    """The description of a shard."""
+    """The description of a shard, which its header and tokens.json contain."""
 
     dataset: Annotated[str, Field(max_length=256)]
     """The name of the token cache's folder, which is a hash of the tokens' sources."""
@@ -62,11 +61,11 @@ class Shard(Record):
     train_documents: Int63
     validation_documents: Int63
     text_bytes: Int63
-    """Bytes of the text in UTF-8, in both splits."""
+    """Bytes of the documents' text in UTF-8, in both splits."""
     train_xxh3_64: Checksum
-    """The checksum of the tokens of the training split."""
+    """The checksum of the training split's tokens."""
     checksums_xxh3_64: Checksum
-    """The checksum of the checksums of the blocks."""
+    """The checksum of the tensor `checksums`."""
 
     def tensors(self, dtype: DType) -> safetensors.Tensors:
         kind = dtype.replace("uint", "U")
@@ -80,7 +79,7 @@ class Shard(Record):
         return {**tensors, "checksums": ("U64", [math.ceil(n_bytes / CHECKSUM_BLOCK)])}
 
     def header(self, dtype: DType) -> bytes:
-        """Return the header of the file, HEADER bytes."""
+        """Return the first HEADER bytes of the shard's file."""
         return safetensors.encode_header(self.tensors(dtype), {"shard": self.model_dump_json()}, HEADER)
 
     def file_size(self, dtype: DType) -> int:
@@ -88,13 +87,12 @@ class Shard(Record):
 
 
 class RecordWithChecksum(Record):
-    """The content of a JSON file that has a checksum of itself."""
+    """The content of a JSON file that contains its own checksum."""
 
     xxh3_64: Checksum = "0" * 16
-    """The checksum of the rest of this file."""
+    """The checksum of all other fields of the file."""
 
     def checksum(self) -> str:
-        """Return what xxh3_64 must be."""
         return checksum(json.dumps(self.model_dump(exclude={"xxh3_64"})).encode())
 
     def publish(self, path: Path) -> None:
@@ -109,7 +107,7 @@ class Index(RecordWithChecksum):
 
 
 def dtype_for(vocab_size: int, *, has_targets: bool = False) -> DType:
-    """Return the data type that tokens are stored in; `has_targets`: with a bit that marks tokens not trained on."""
+    """Return the data type of stored tokens; `has_targets`: one bit marks tokens that are not trained on."""
     return "uint16" if vocab_size <= 2 ** (15 if has_targets else 16) else "uint32"
 
 
@@ -123,8 +121,8 @@ def shard_name(number: int) -> str:
 
 
 def check_trusted(path: Path) -> os.stat_result:
-    """Return the status of a file or folder. Raises ConfigError unless it belongs to this user or root and nobody else
-    may write it, since whoever can write it chooses what is trained on; FileNotFoundError if it does not exist."""
+    """Return the status of a file or folder that only this user or root owns and may write, since whoever writes it
+    chooses what is trained on; else raise ConfigError. Raises FileNotFoundError if there is none."""
     status = path.lstat()
     if status.st_uid not in (os.geteuid(), 0):
         try:
@@ -141,8 +139,8 @@ def check_trusted(path: Path) -> os.stat_result:
 
 
 def check_folder_trusted(folder: Path) -> os.stat_result:
-    """Return the status of a folder as check_trusted does, and check its parent folders, too: whoever can write one
-    could replace the folder. In a parent with the sticky bit, as /tmp, only an entry's owner can do so."""
+    """Return a folder's status as check_trusted does, and check its parents, whose writers could replace the folder. In
+    a parent with the sticky bit, such as /tmp, only an entry's owner can replace the entry."""
     for parent in {*folder.absolute().parents, *folder.resolve().parents}:
         status = parent.lstat()
         others = stat.S_IWOTH if _is_own_group(status.st_gid) else stat.S_IWOTH | stat.S_IWGRP
@@ -156,7 +154,7 @@ def check_folder_trusted(folder: Path) -> os.stat_result:
 
 
 def _is_own_group(number: int) -> bool:
-    """Return whether a group is that of this user alone, which many systems give to each user."""
+    """Return whether a group has this user alone, as the personal groups of many systems do."""
     try:
         user, group = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(number)
     except KeyError:
@@ -165,14 +163,14 @@ def _is_own_group(number: int) -> bool:
 
 
 def check_dataset(path: Path, shards: list[Shard]) -> None:
-    """Raise ConfigError if the shards that a file describes are not of the dataset that its folder is named after."""
+    """Raise ConfigError if the shards are not of the dataset that the folder of `path` is named after."""
     if any(shard.dataset != path.parent.name for shard in shards):
         problem = f"{path}: is of another dataset, whose folder was renamed to this one; remove the folder"
         raise ConfigError([f"{problem} to have it built again"])
 
 
 def regular_file(path: Path) -> int:
-    """Return the size of a trusted regular file. Raises FileNotFoundError if there is none, else DamagedShardError."""
+    """Return a trusted file's size. Raises FileNotFoundError if it is missing, DamagedShardError if no regular file."""
     status = check_trusted(path)
     if not stat.S_ISREG(status.st_mode):
         raise DamagedShardError(f"{path.name} is not a regular file")
@@ -180,7 +178,7 @@ def regular_file(path: Path) -> int:
 
 
 def check_size(path: Path, expected: int) -> None:
-    """Raise DamagedShardError if a file is missing or has another size, and ConfigError if it is not to be trusted."""
+    """Raise DamagedShardError if a file is missing or has another size, and ConfigError if it is untrusted."""
     try:
         size = regular_file(path)
     except FileNotFoundError:
@@ -190,8 +188,8 @@ def check_size(path: Path, expected: int) -> None:
 
 
 def read_record(file: Path, kind: type[_Record]) -> _Record:
-    """Return the record in a file. Raises FileNotFoundError if there is no such file, ConfigError if the file or its
-    folder is not to be trusted, and DamagedShardError if the content is no such record, or its checksum differs."""
+    """Return the record in a file. Raises FileNotFoundError without a file, ConfigError if the file or its folder is
+    untrusted, and DamagedShardError for other content or a wrong checksum."""
     if not stat.S_ISDIR(check_folder_trusted(file.parent).st_mode):
         raise DamagedShardError("it is not a folder")
     size = regular_file(file)
@@ -207,8 +205,7 @@ def read_record(file: Path, kind: type[_Record]) -> _Record:
 
 
 def read_index(folder: Path, dtype: DType) -> Index:
-    """Return tokens.json. Raises as read_record does, DamagedShardError if it is of another type, and ConfigError if it
-    is of another dataset."""
+    """Return tokens.json. Raises as read_record does, and for another dataset (ConfigError) or dtype (damaged)."""
     index = read_record(folder / INDEX, Index)
     check_dataset(folder / INDEX, index.shards)
     if index.dtype != dtype:
@@ -217,7 +214,7 @@ def read_index(folder: Path, dtype: DType) -> Index:
 
 
 class TokenCache:
-    """A complete token cache, whose shards are read when needed. `is_builder`: this rank builds what is missing."""
+    """A complete token cache, whose shards are opened when read. `is_builder`: this rank rebuilds damaged shards."""
 
     def __init__(self, folder: Path, index: Index, *, is_builder: bool = False):
         self.folder, self.index, self.is_builder = folder, index, is_builder
@@ -229,7 +226,7 @@ class TokenCache:
 
     @property
     def identity(self) -> str:
-        """A hash of the training split's tokens and how they are split into shards."""
+        """A hash of the training split's tokens and of their division into shards."""
         hashes = "/".join(shard.train_xxh3_64 for shard in self.index.shards)
         return f"{self.index.dtype}/{checksum(hashes.encode())}"
 
@@ -237,8 +234,8 @@ class TokenCache:
         return Tokens(self, split)
 
     def read(self, number: int, tensor: str, begin: int, end: int) -> np.ndarray:
-        """Return a slice of a tensor of a shard, up to the tensor's end. Raises TrainingError if the shard is damaged,
-        and removes it, so that the next start builds it again; also if the shard cannot be read now."""
+        """Return a slice of a shard's tensor. Raises TrainingError if the shard cannot be read now, or is damaged; a
+        damaged shard is removed, so that the next start builds it again."""
         dtype = np.dtype("uint32" if tensor.endswith("_documents") else self.index.dtype).newbyteorder("<")
         first, last = self._places[number][tensor]
         first, last = first + begin * dtype.itemsize, min(first + end * dtype.itemsize, last)
@@ -254,13 +251,11 @@ class TokenCache:
             raise cannot_read(str(path), error) from None
 
     def check_sizes(self) -> None:
-        """Raise DamagedShardError if a shard is missing or has another size."""
         for number, shard in enumerate(self.index.shards):
             check_size(self.folder / shard_name(number), shard.file_size(self.index.dtype))
 
     def verify(self, advance: Callable[[int], None]) -> list[str]:
-        """Verify all blocks of all shards, and remove the damaged shards. Return what is wrong with each. `advance` is
-        called with the bytes that were read since the last call."""
+        """Verify all blocks, remove damaged shards, and return the problems. `advance` gets the bytes of each read."""
         problems = []
         for number, places in enumerate(self._places):
             n_bytes, _ = places["checksums"]
@@ -278,7 +273,7 @@ class TokenCache:
         return open_file(path, buffering=0)
 
     def _read(self, number: int, begin: int, end: int) -> memoryview:
-        """Return bytes after the header of a shard, once the checksums of their blocks have been verified."""
+        """Return bytes after a shard's header; the checksums of their blocks are verified before."""
         file, (n_bytes, _) = self._open(number), self._places[number]["checksums"]
         if number not in self._verified:
             self._verified[number] = np.zeros(math.ceil(n_bytes / CHECKSUM_BLOCK), bool)
@@ -307,7 +302,7 @@ class TokenCache:
 
 
 class Tokens:
-    """The tokens of a split as one flat array, whose slices are read when they are asked for."""
+    """The tokens of a split as one flat array, whose slices are read on demand."""
 
     def __init__(self, cache: TokenCache, split: Split):
         self.cache, self.split = cache, split
@@ -318,7 +313,6 @@ class Tokens:
         return int(self._ends[-1])
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        """Return a slice without a step."""
         begin, end, _ = part.indices(len(self))
         end = max(begin, end)
         first, last = np.searchsorted(self._ends, (begin, end - 1), side="right").tolist()

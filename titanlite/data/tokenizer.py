@@ -1,4 +1,4 @@
-"""Tokenizers, from text to token ids and back: their common interface, and the tokenizer of bytes."""
+"""Tokenizers from text to token ids and back: their common interface, and the tokenizer of bytes."""
 
 import contextlib
 import signal
@@ -10,23 +10,23 @@ import numpy as np
 from titanlite.config.loader import ConfigError, show
 
 BATCH = 2**20
-"""Characters of all texts that are encoded at a time."""
+"""Characters of all texts that are encoded together."""
 SECONDS = 10
-"""Limit on the processor time of a batch, or of a conversation, in a worker."""
+"""Most seconds of processor time that a worker may spend on a batch or a conversation."""
 
 
 def restart_time_limit() -> None:
-    """Begin the time limit of a worker again."""
+    """Restart the time limit of a worker, if this process is one."""
     if signal.getitimer(signal.ITIMER_PROF)[0]:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
 
 
 class Rows(NamedTuple):
-    """The number of rows in a model's embedding: the model's tokens are the ids below it."""
+    """The number of rows in a model's embedding, which is an upper bound on its token ids."""
 
     n: int
     option: str
-    """The source of the number, for messages, as in "model.vocab_size = 320"."""
+    """The origin of the number, for error messages, as in "model.vocab_size = 320"."""
     advice: str
 
     def require(self, text: str, tokens: np.ndarray | list[int]) -> None:
@@ -37,14 +37,14 @@ class Rows(NamedTuple):
 
 
 class Tokenizer(Protocol):
-    """Makes token ids of text."""
+    """Converts text to token ids and back."""
 
     rows: Rows | None = None
-    """The rows of the model's embedding. If the tokenizer has more ids, no text may have one of these."""
+    """The model's rows; a text with a token id beyond them is an error."""
     prefix: list[int]
     """The tokens that begin each text, such as BOS."""
     suffix: list[int]
-    """The tokens that end each text, beside the EOS of documents."""
+    """The tokens that end each text, in addition to the EOS of documents."""
     eos: int
     vocab_size: int
     identity: str
@@ -52,30 +52,29 @@ class Tokenizer(Protocol):
 
     @property
     def bos(self) -> int | None:
-        """The first token of `prefix`, if there is one."""
         return next(iter(self.prefix), None)
 
     def encode(self, texts: list[str], special: bool = False) -> list[np.ndarray]:
-        """Return the token ids of each text, uint32, without prefix and suffix. Special tokens that a text spells out
-        are encoded as special tokens with `special`, and as ordinary text without."""
+        """Return the token ids of each text, uint32, without prefix and suffix. With `special`, texts may spell out
+        special tokens."""
 
     def decode(self, tokens: list[int]) -> str:
         """Return the text of tokens. Special tokens have no text."""
 
     def fit(self, rows: Rows) -> "Tokenizer":
-        """Return this tokenizer for a model. Raises ConfigError if the model lacks a row for BOS or EOS."""
+        """Return this tokenizer with the rows of a model. Raises ConfigError if the model has no row for BOS or EOS."""
         self.rows = rows
         rows.require("BOS", self.prefix)
         rows.require("EOS", [self.eos])
         return self
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what a function of the tokenizer returns, from the process that the tokenizer runs in."""
+        """Call a function of this tokenizer and arguments, in the process that the tokenizer runs in."""
         return function(self, *arguments)
 
     @contextlib.contextmanager
     def workers(self, n_shards: int) -> Iterator[list[Any]]:
-        """Yield the processes that build shards of a token cache with this tokenizer; []: this process builds them."""
+        """Yield processes that build shards of a token cache with this tokenizer; []: this process builds them."""
         yield []
 
 
@@ -86,18 +85,17 @@ class ByteTokenizer(Tokenizer):
     identity, path = "bytes", ""
 
     def encode(self, texts: list[str], special: bool = False) -> list[np.ndarray]:
-        # surrogatepass: a text with a broken character is still bytes
+        # surrogatepass encodes lone surrogates, which a broken text may contain, as bytes.
         encoded = (text.encode("utf-8", "surrogatepass") for text in texts)
         return [np.frombuffer(text, dtype=np.uint8).astype(np.uint32) for text in encoded]
 
     def decode(self, tokens: list[int]) -> str:
-        """Return the text of tokens; broken UTF-8 has replacement characters."""
+        """Return the text of tokens, with replacement characters for broken UTF-8."""
         return bytes(token for token in tokens if token < 256).decode("utf-8", "replace")
 
 
 def encode_documents(tokenizer: Tokenizer, texts: list[str], special: bool = False) -> list[np.ndarray]:
-    """Return the token ids of each document, uint32, with the tokenizer's prefix and suffix, and EOS. `special` texts
-    only get those of these tokens that they do not have already."""
+    """Return each document's token ids, uint32, with prefix, suffix and EOS, unless `special` texts contain them."""
     begin, end = tokenizer.prefix, tokenizer.suffix
     end = end if end[-1:] == [tokenizer.eos] else [*end, tokenizer.eos]
     documents = []
@@ -109,8 +107,7 @@ def encode_documents(tokenizer: Tokenizer, texts: list[str], special: bool = Fal
 
 
 def encode_prompts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    """Return the tokens of each prompt, with the tokens that the tokenizer adds to a text. Raises ConfigError for a
-    prompt without tokens, or with a token that the model lacks."""
+    """Return the tokens of each prompt. Raises ConfigError for an empty prompt, or a token that the model lacks."""
     prompts = [[*tokenizer.prefix, *tokens.tolist(), *tokenizer.suffix] for tokens in tokenizer.encode(texts)]
     for text, prompt in zip(texts, prompts, strict=True):
         if not prompt:
@@ -121,6 +118,5 @@ def encode_prompts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
 
 
 def continuation(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
-    """Return the text of the tokens that follow a prompt. They are decoded behind it, since some decoders drop the
-    space that a text begins with."""
+    """Return the text of the tokens after a prompt, decoded with it, since some decoders drop a text's first space."""
     return tokenizer.decode([*prompt, *tokens])[len(tokenizer.decode(prompt)) :]

@@ -1,4 +1,4 @@
-"""A Hugging Face tokenizer in a process of its own, and processes that tokenize shards with it (worker.py)."""
+"""A Hugging Face tokenizer in a worker process (worker.py), and further workers that tokenize shards."""
 
 import contextlib
 from collections.abc import Iterator
@@ -16,10 +16,8 @@ from titanlite.launch.process import available_cores
 
 
 class ShardWorker(Worker):
-    """Builds shards of a token cache in a process of its own."""
-
     def build_shard(self, *arguments: Any) -> Shard:
-        """Build a shard there. The arguments are those of shard_builder.build_shard up to `report`."""
+        """Build a shard in the worker; the arguments are shard_builder.build_shard's up to `report`."""
         *of_shard, options, report = arguments
         at = "", 0
 
@@ -35,8 +33,6 @@ class ShardWorker(Worker):
 
 
 class TokenizerProcess(ShardWorker, HuggingFaceTokenizer):
-    """A Hugging Face tokenizer in a worker."""
-
     def __init__(self, path: Path):
         Worker.__init__(self, str(path))
         self.prefix, self.suffix, self.eos, self.vocab_size, self.identity = self.call(_properties)
@@ -50,7 +46,7 @@ class TokenizerProcess(ShardWorker, HuggingFaceTokenizer):
 
     @contextlib.contextmanager
     def workers(self, n_shards: int) -> Iterator[list[ShardWorker]]:
-        """Yield the processes that build shards: this tokenizer's, or some that have THREADS cores each."""
+        """Yield workers that build shards: several with THREADS cores each, or this tokenizer's process alone."""
         n_workers = min(n_shards, available_cores() // THREADS)
         with contextlib.ExitStack() as stack:
             workers = (contextlib.closing(ShardWorker(self.path)) for _ in range(n_workers) if n_workers > 1)

@@ -1,10 +1,7 @@
-"""A process with limits of memory and time that handles untrusted data: a tokenizer's files, chat templates, rows, and
-footers of parquet files. It runs worker_process.py, and ends when its parent closes stdin or ends.
-
-A message is a line: a name and JSON. A call names a function of titanlite. Its arguments and its result are checked
-against the function's annotations. So a file that takes the process over can make it answer with wrong tokens, but not
-with code.
-"""
+"""A worker process (worker_process.py) with limits of memory and time, which handles untrusted data: tokenizers' files,
+chat templates, rows, and footers of parquet files. A message is a line: a name and JSON. A call names a function of
+titanlite, whose annotations its arguments and result are checked against, so that a file that takes over a worker can
+make it send wrong tokens, but no code."""
 
 import contextlib
 import functools
@@ -25,33 +22,33 @@ from titanlite.config.loader import ConfigError
 from titanlite.data.tokenizer import SECONDS
 
 MEMORY = 7 * 2**28
-"""Bytes of data in a worker's memory, and of a message, at most."""
+"""Most bytes of data in a worker's memory, and of a message."""
 THREADS = 4
-"""Cores for each worker. Reading and unpacking take one of its threads."""
+"""Cores per worker, of which reading and decompression use one."""
 MESSAGES: dict[str, TypeAdapter[Any]] = {
-    "error": TypeAdapter(tuple[bool, list[str]]),  # whether it is a ConfigError, and its lines
-    "report": TypeAdapter(tuple[int, int, list[str]]),  # bytes and tokens since the last one; unread names
-    "at": TypeAdapter(tuple[str, int]),  # the file and the row that is read next
+    "error": TypeAdapter(tuple[bool, list[str]]),  # whether the error is a ConfigError; the error's lines
+    "report": TypeAdapter(tuple[int, int, list[str]]),  # bytes and tokens since the last report; unread names
+    "at": TypeAdapter(tuple[str, int]),  # file and row that a worker reads next
 }
-"""The messages that a worker sends besides a result, and the types of their content."""
+"""Types of the contents of a worker's messages, except results, by name."""
 
 
 def name_of(target: Any) -> str:
-    """Return the name of a function or class in a message."""
+    """Return the name by which a message refers to a function or class."""
     return f"{target.__module__}:{target.__qualname__}"
 
 
 def named(name: str) -> Any:
-    """Return the function or class of titanlite that has a name. Raises ValueError for any other."""
+    """Return the function or class of titanlite with a name. Raises ValueError for any other name."""
     target = pkgutil.resolve_name(name) if name.startswith("titanlite.") else None
-    if target is None or name_of(target) != name:  # a module also contains what it imports
+    if target is None or name_of(target) != name:  # a module also contains the objects that it imports
         raise ValueError(f"{name} is no function of titanlite")
     return target
 
 
 @functools.cache
 def types_of(function: Callable[..., Any]) -> tuple[TypeAdapter[Any], TypeAdapter[Any]]:
-    """Return the types of a function's arguments after the tokenizer, and of its result."""
+    """Return the types of a function's arguments, without the tokenizer, and of its result."""
     hints = get_type_hints(function, include_extras=True)
     _, *names = inspect.signature(function).parameters
     return TypeAdapter(tuple[tuple(hints[name] for name in names)]), TypeAdapter(hints["return"])  # type: ignore[misc]
@@ -63,7 +60,7 @@ def write(pipe: BinaryIO, name: str, content: bytes) -> None:
 
 
 def read(pipe: BinaryIO) -> tuple[str, bytes]:
-    """Return the name and the JSON of the next message. Raises EOFError if the other process has ended."""
+    """Return the name and JSON of the next message. Raises EOFError if the other process has ended."""
     line = pipe.readline(MEMORY)
     if not line.endswith(b"\n"):
         raise EOFError
@@ -72,8 +69,7 @@ def read(pipe: BinaryIO) -> tuple[str, bytes]:
 
 
 class Worker:
-    """Calls functions on a tokenizer, by default the tokenizer of bytes, in a process of its own, which ends when this
-    process does."""
+    """Calls functions on a tokenizer, by default on the tokenizer of bytes, in a process that ends with this one."""
 
     def __init__(self, hf_assets_path: str = ""):
         environment = dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS"), str(THREADS))
@@ -84,7 +80,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **environment},
-            start_new_session=True,  # a signal to all processes of a launch must not reach it
+            start_new_session=True,  # signals to a launch's process group must not reach a worker
         )
 
     def call(
@@ -95,9 +91,8 @@ class Worker:
         received: Callable[..., None] = lambda *content: None,
         subject: str = "",
     ) -> Any:
-        """Return what a function returns in that process. Raises what it raises, and ConfigError if it exceeds the
-        limits or crashes; the message has `subject` (by default the tokenizer's files), the reason and `where`.
-        `received` is called with each message that comes before the result."""
+        """Return what a function returns in the worker. Raises what the function raises, and ConfigError for a crash or
+        an exceeded limit, with `subject` (default: tokenizer) and `where`. `received` gets earlier messages."""
         types, result = types_of(function)
         content, problem = types.dump_json(arguments), ""
         with self._lock:
@@ -112,7 +107,7 @@ class Worker:
                         raise ConfigError(content[1]) if content[0] else TrainingError(*content[1])
                     received(kind, *content)
             except (BrokenPipeError, EOFError):
-                pass  # the process has ended
+                pass  # the worker has ended
             except (ValueError, KeyError):
                 problem = "makes a process send what is no answer"
         self.process.kill()
@@ -135,5 +130,4 @@ class Worker:
 
 
 def send(kind: str, content: Any) -> None:
-    """Send something from the worker before the result."""
     write(sys.__stdout__.buffer, kind, MESSAGES[kind].dump_json(content))

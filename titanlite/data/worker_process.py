@@ -1,5 +1,4 @@
-"""The program of a process with limits of memory and time: python -m titanlite.data.worker_process HF_ASSETS_PATH.
-Worker starts it."""
+"""The program of a worker process (worker.py): python -m titanlite.data.worker_process HF_ASSETS_PATH."""
 
 import contextlib
 import os
@@ -20,10 +19,10 @@ from titanlite.data.worker import MEMORY, Worker, named, read, send, types_of, w
 
 
 def read_footer(_: Any, file: Path) -> None:
-    """Read all of a parquet file's footer, since pyarrow reads its parts only when they are asked for."""
-    import pyarrow.parquet  # imported here, since few workers need it
+    """Read all of a parquet file's footer, of which pyarrow decodes parts only on access."""
+    import pyarrow.parquet  # imported here, since few workers need pyarrow
 
-    with contextlib.suppress(Exception):  # the reader of the file will raise it, too
+    with contextlib.suppress(Exception):  # the reader of the file will raise the error again
         metadata = pyarrow.parquet.ParquetFile(file).metadata
         for group in range(metadata.num_row_groups):
             restart_time_limit()
@@ -32,8 +31,7 @@ def read_footer(_: Any, file: Path) -> None:
 
 
 def readable_footers(files: Iterable[Path]) -> Iterator[Path]:
-    """Yield the parquet files whose footers pyarrow can read or raises an exception for. They are read in another
-    process, since some damaged footers crash pyarrow's process. Raises ConfigError for these."""
+    """Yield parquet files whose footers a worker has read. Raises ConfigError for a footer that crashes the worker."""
     with contextlib.closing(Worker()) as worker:
         for file in files:
             worker.call(read_footer, file, subject=f"{file}: reading its footer")
@@ -41,25 +39,25 @@ def readable_footers(files: Iterable[Path]) -> Iterator[Path]:
 
 
 def main() -> None:
-    """Answer the parent's calls."""
+    """Answer the calls of the parent process."""
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     sys.__stdout__, sys.stdout = os.fdopen(os.dup(1), "w"), os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
-    for descriptor in (1, 2):  # the library's Rust code prints there: that is no answer
+    for descriptor in (1, 2):  # prints of the tokenizers library to stdout would corrupt answers
         os.dup2(sys.stdout.fileno(), descriptor)
-    sys.modules["torch"] = None  # type: ignore[assignment]  # transformers would import it, and no tokenizer needs it
+    sys.modules["torch"] = None  # type: ignore[assignment]  # transformers would import torch, which no tokenizer needs
     path, tokenizer, calls = sys.argv[1], None, queue.SimpleQueue[Any]()
 
     def receive() -> None:
         with contextlib.suppress(EOFError, ValueError):
             while True:
                 calls.put(read(sys.stdin.buffer))
-        os._exit(1)  # the parent has ended, or stdin has something else than a call
+        os._exit(1)  # the parent has ended, or stdin is damaged
 
     threading.Thread(target=receive, daemon=True).start()
     while True:
         name, arguments = calls.get()
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # SIGPROF ends the process after these seconds
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # SIGPROF ends this process after SECONDS of processor time
         try:
             function = named(name)
             types, result = types_of(function)
@@ -70,7 +68,7 @@ def main() -> None:
             send("error", (True, error.problems))
         except (TrainingError, OSError) as error:
             send("error", (False, [str(error)]))
-        except BaseException as error:  # a panic in the Rust library is no Exception
+        except BaseException as error:  # a panic in the Rust library is a BaseException
             problem = f"{path}: its tokenizer.json or chat template cannot be used: {reason_of(error)}"
             send("error", (True, [problem]))
 

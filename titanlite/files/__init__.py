@@ -1,1 +1,1 @@
-"""Files that survive a crash."""
+"""Files that survive a crash of the process or the machine."""

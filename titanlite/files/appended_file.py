@@ -1,4 +1,4 @@
-"""Files that a run appends to. An error of such a file does not stop the run: on a full disk, training continues."""
+"""Files to which a run appends lines or events. Training continues if an append fails, as on a full disk."""
 
 import errno
 import json
@@ -11,12 +11,11 @@ from titanlite.config.regular_file import open_own
 
 
 def report(what: str, error: OSError, consequence: str) -> None:
-    """Print one line about a file that could not be written."""
     print(f"warning: {what} could not be written: {error.strerror or error}; {consequence}", file=sys.stderr)
 
 
 def row_of(line: bytes) -> dict[str, Any] | None:
-    """Return the values of a line of metrics.jsonl, with its step; None if the line is damaged."""
+    """Return the values in a line of metrics.jsonl, among them the step; None if the line is damaged."""
     try:
         row = json.loads(line)
         return row if type(row["step"]) is int else None
@@ -25,25 +24,25 @@ def row_of(line: bytes) -> dict[str, Any] | None:
 
 
 class AppendedFile:
-    """Appends records to a file. Records that cannot be written are kept in memory, and tried again with the next one.
-    One line is printed when that begins, and one when it ends."""
+    """Appends records to a file. Records that cannot be written stay in memory, and are written with a later record.
+    The first failure and the next success each print a line."""
 
     def __init__(self, path: Path):
         self.path, self._pending, self._failed, self._place = path, b"", False, os.path.realpath(path.parent)
-        self._size: int | None = None  # bytes of the file before a write that failed
+        self._size: int | None = None  # bytes of the file before the first failed write
 
     def append(self, record: bytes) -> None:
-        """Write a record, after those that could not be written before."""
+        """Write all records that could not be written before, then this record."""
         self._pending += record
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            if os.path.realpath(self.path.parent) != self._place:  # the folder was replaced by a link
+            if os.path.realpath(self.path.parent) != self._place:  # a link has replaced the folder
                 raise OSError(errno.ELOOP, "its folder is another one since the run has begun")
             with open(self.path, "ab", buffering=0, opener=open_own) as file:
                 size = file.seek(0, os.SEEK_END)
                 if self._size is None:
                     self._size = size
-                elif size > self._size:  # part of a record was written; records after it would be unreadable
+                elif size > self._size:  # a failed write has left part of a record: remove the part
                     file.truncate(self._size)
                 rest = memoryview(self._pending)
                 while rest:
@@ -58,7 +57,7 @@ class AppendedFile:
         self._pending, self._failed, self._size = b"", False, None
 
     def close(self) -> None:
-        """Try once more to write what is left, and print a line if it is lost."""
+        """Try once more to write the records in memory. Print a line if records are lost."""
         if self._failed:
             self.append(b"")
         if self._failed:

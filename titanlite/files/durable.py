@@ -1,4 +1,4 @@
-"""Files that must survive a crash, JSON records that are checked before they are trusted, and checksums."""
+"""Write files that survive a crash, parse JSON into records of checked types, and compute checksums."""
 
 import errno
 import json
@@ -21,7 +21,7 @@ Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 
 
 class Record(BaseModel):
-    """The content of a JSON file, or a part of it. It converts no type and takes no unknown key."""
+    """The content of a JSON object. Parsing converts no types, and rejects unknown keys."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -30,7 +30,7 @@ _Record = TypeVar("_Record", bound=BaseModel)
 
 
 def parse(record: type[_Record], content: dict[str, Any], what: str) -> _Record:
-    """Return a JSON object's content as a record. Raises ConfigError with the first problem; `what` names it."""
+    """Return a JSON object as a record. Raises ConfigError with the first problem; `what` names the object's file."""
     try:
         return record.model_validate_json(json.dumps(content))
     except ValidationError as error:
@@ -38,8 +38,8 @@ def parse(record: type[_Record], content: dict[str, Any], what: str) -> _Record:
 
 
 def parse_part(state: Mapping[str, Any], place: str, kind: Any) -> Any:
-    """Return what an owner has at a place of a checkpoint's state.json, as "data.mixture"; `state` is the object around
-    it. Raises ConfigError with the first problem if it is not of a kind: a Record, or another type."""
+    """Return the value at `place` in a checkpoint's state.json, such as "data.mixture"; `state` is the object around
+    the value. Raises ConfigError with the first problem if the value is not of type `kind`, such as a Record."""
     try:
         return TypeAdapter(kind).validate_json(json.dumps(state.get(place.rpartition(".")[2])), strict=True)
     except ValidationError as error:
@@ -47,42 +47,41 @@ def parse_part(state: Mapping[str, Any], place: str, kind: Any) -> Any:
 
 
 def first_problem(error: ValidationError, *around: str) -> str:
-    """Return the place of the first problem, as `files.state.bytes`, and what is wrong there. `around`: keys of it."""
+    """Return the place and the message of the first problem. The place is dotted keys, of which `around` come first."""
     first = error.errors()[0]
     return printable(": ".join(filter(None, (".".join(map(str, (*around, *first["loc"]))), first["msg"]))))
 
 
 def checksum(data: bytes | memoryview) -> str:
-    """Return the 64-bit XXH3 hash of bytes, in hexadecimal. It finds damage, but not an attacker's changes."""
+    """Return the 64-bit XXH3 hash of bytes, in hexadecimal. The hash detects damage, but not an attacker's changes."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
 _NAMES = "ENOENT EACCES EPERM EISDIR ENOTDIR ELOOP ENAMETOOLONG EINVAL EFBIG ENXIO"
 LASTING = [getattr(errno, name) for name in _NAMES.split()]
-"""Errors of files that are missing, forbidden, misnamed or, by titanlite.config.regular_file, of another kind."""
+"""Errors that another start would meet again: a file is missing, forbidden, misnamed, too large or not regular."""
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether an error is of the disk or the network, so that another start may succeed. A file that is missing,
-    forbidden or damaged remains so; what libraries raise for damaged files has no error number."""
+    """Return whether an error is of the disk or the network, so that another start may succeed. An OSError without
+    errno is a library's error about a damaged file."""
     failed = isinstance(error, OSError) and error.errno is not None
     return (failed and error.errno not in LASTING) or isinstance(error, (ConnectionError, TimeoutError))
 
 
 def cannot_read(what: str, error: OSError) -> Exception:
-    """Return the error for a file that cannot be read: a TrainingError if the cause may pass, else a ConfigError."""
+    """Return the error to raise for a file that cannot be read: TrainingError if transient, otherwise ConfigError."""
     problem = f"{what}: cannot be read: {error.strerror or error}"
     return TrainingError(problem) if is_transient(error) else ConfigError([problem])
 
 
 def sync(file: BinaryIO) -> None:
-    """Wait until what was written to a file is on the disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until what was created or renamed in a folder is on the disk."""
+    """Wait until the names of files that were created or renamed in a folder are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -91,19 +90,16 @@ def sync_folder(path: Path) -> None:
 
 
 def write_synced(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Write a file, and wait until it is on the disk. A new file has this mode, less the umask."""
+    """Write a file, and wait until its data is on the disk. A new file gets the permissions `mode`, less the umask."""
     with open(path, "wb", opener=lambda name, flags: open_own(name, flags, mode)) as file:
         file.write(data)
         sync(file)
 
 
 def replace_file(path: Path, data: bytes, *, by_one: bool = True) -> None:
-    """Replace a file as a whole: after a crash, or on a full disk, it has the old content or the new. Raises OSError,
-    and leaves the old content, if the new cannot be written.
-
-    `by_one`: only one process may do so at a time, and a temporary file that it left when it was killed is overwritten.
-    Otherwise several processes may, and only this user may write the file that results.
-    """
+    """Replace a file atomically: after a crash, the file has the old content or the new. Raises OSError if the new
+    content cannot be written. `by_one`: only one process replaces the file at a time, and overwrites the temporary file
+    of a killed process. Not `by_one`: several processes may replace the file at once; only this user may write it."""
     replacement = path.with_name(f"{path.name}.tmp" if by_one else f"{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         write_synced(replacement, data, 0o666 if by_one else 0o644)

@@ -1,4 +1,4 @@
-"""Folders that get their name only when all of their content is on the disk."""
+"""Create folders that get their final name only when all of their content is on the disk."""
 
 import contextlib
 import os
@@ -12,8 +12,8 @@ from titanlite.files.durable import sync_folder
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a folder to write. Its name ends with .tmp until the body is done and all of its content is on the disk. It
-    is removed if the body raises. Raises ConfigError if a folder has the final name already."""
+    """Yield a new folder whose name ends with .tmp. After the body, rename the folder to `path`; remove the folder if
+    the body raises. Raises ConfigError if `path`, or a .tmp of an earlier command, exists."""
     unfinished = path.with_name(f"{path.name}.tmp")
     for each, advice in ((path, "choose another folder"), (unfinished, "left by a command that was ended; delete it")):
         if os.path.lexists(each):

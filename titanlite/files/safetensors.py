@@ -1,9 +1,8 @@
-"""The safetensors files of checkpoints, token caches and Hugging Face folders. They are written tensor by tensor, and
-read block by block, each verified by its checksum.
+"""The safetensors files of checkpoints, token caches and Hugging Face folders, written tensor by tensor (the library
+would need all tensors in memory), and read block by block, with a checksum for each block, which other readers ignore.
 
-A file is the length of its header (8 bytes, little endian), the header (JSON: type, shape and place of each tensor, and
-text in `__metadata__`), and the tensors' bytes (https://github.com/huggingface/safetensors). Any reader of that format
-reads these files; only this one verifies them. The safetensors library writes a file from all of its tensors at once.
+A file consists of the length of the header (8 bytes, little endian), the header (JSON: dtype, shape and place of each
+tensor, and text in `__metadata__`), and the tensors' bytes (https://github.com/huggingface/safetensors).
 """
 
 import itertools
@@ -18,34 +17,33 @@ from titanlite.config.regular_file import open_own
 from titanlite.files.durable import checksum, sync
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "U64": 8, "U32": 4, "U16": 2, "U8": 1}
-"""Bytes of a number, by the format's name of its data type."""
+"""Bytes of an element, by the safetensors name of its dtype."""
 BLOCK_BYTES = 4 * 2**20
-"""Bytes of a block, which has one checksum. To read some rows, only the blocks that contain them are read."""
+"""Bytes of a block of a tensor, the unit of checksums and reads."""
 CHECKSUMS = "xxh3_64 of every 4 MiB"
 """The key of `__metadata__` whose value is the checksums of each tensor's blocks, as JSON."""
 SYNCED_BLOCKS = 8
-"""Blocks that are written before they are synced to the disk: the size of the file is then its true progress, and the
-last sync of a large file is short."""
+"""The number of blocks written between two syncs, so that the file's size shows how much is on the disk."""
 LARGEST_HEADER = 100_000_000
-"""Bytes of a header at most; the safetensors library has the same limit."""
+"""The most bytes of a header, as in the safetensors library."""
 
 Tensors = Mapping[str, tuple[str, Sequence[int]]]
-"""The data type and the shape of each tensor of a file, by name, in the order of their bytes."""
+"""The dtype and the shape of each tensor of a file, by name, in the order of the tensors in the file."""
 
 
 class DamagedError(Exception):
-    """A file is not what was written; the message says how it differs."""
+    """A file differs from the file that was written; the message tells how."""
 
 
 def places(tensors: Tensors) -> dict[str, tuple[int, int]]:
-    """Return where each tensor begins and ends, in bytes after the header; there are no gaps between tensors."""
+    """Return where each tensor begins and ends, in bytes after the header, without gaps between tensors."""
     sizes = [math.prod(shape) * ITEM_BYTES[dtype] for dtype, shape in tensors.values()]
     ends = list(itertools.accumulate(sizes))
     return dict(zip(tensors, zip([0, *ends], ends, strict=False), strict=True))
 
 
 def encode_header(tensors: Tensors, metadata: Mapping[str, str], length: int = 0) -> bytes:
-    """Return the bytes of a file before its tensors, at least `length` bytes. The tensors begin at a multiple of 8."""
+    """Return the bytes of a file before its tensors, padded to at least `length` and to a multiple of 8 bytes."""
     entries: dict[str, Any] = {"__metadata__": metadata}
     for name, place in places(tensors).items():
         dtype, shape = tensors[name]
@@ -58,9 +56,9 @@ def encode_header(tensors: Tensors, metadata: Mapping[str, str], length: int = 0
 def write(
     path: Path, tensors: Tensors, contents: Iterator[memoryview], metadata: Mapping[str, str] | None = None
 ) -> tuple[int, bytes]:
-    """Write a file and wait until it is on the disk. Return its size and its header. `contents` yields the bytes of the
-    tensors; only one tensor is in memory at a time. Without `metadata`, the header has the checksums. Raises
-    OSError if the file cannot be written, as when the disk is full."""
+    """Write a file and wait until its data is on the disk. Return the file's size and header. `contents` yields the
+    bytes of each tensor, of which only one is in memory at a time. Without `metadata`, the header contains checksums.
+    Raises OSError if the file cannot be written."""
     n_blocks = itertools.count(1)
 
     def write_blocks(content: memoryview) -> list[str]:
@@ -76,13 +74,13 @@ def write(
     def header() -> bytes:
         return encode_header(tensors, {CHECKSUMS: json.dumps(checksums)} if metadata is None else metadata)
 
-    checksums = {  # placeholders as long as the checksums that follow
+    checksums = {  # placeholders of the final length: the header is written again with the true checksums
         name: ["0" * 16] * math.ceil((end - begin) / BLOCK_BYTES) for name, (begin, end) in places(tensors).items()
     }
     with open(path, "wb", opener=open_own) as file:
         file.write(header())
         for name in tensors:
-            checksums[name] = write_blocks(next(contents))  # each is freed before the next is made
+            checksums[name] = write_blocks(next(contents))  # each tensor is freed before the next is read
         n_bytes = file.tell()
         file.seek(0)
         file.write(header())
@@ -91,7 +89,7 @@ def write(
 
 
 def read_header(file: BinaryIO) -> bytes:
-    """Return the bytes of a file before its tensors. Raises DamagedError if it cannot be a safetensors file."""
+    """Return the bytes of a file before its tensors. Raises DamagedError if the length of the header is impossible."""
     size, begin = os.fstat(file.fileno()).st_size, file.read(8)
     length = int.from_bytes(begin, "little")
     if len(begin) < 8 or length > min(size - 8, LARGEST_HEADER):
@@ -102,8 +100,8 @@ def read_header(file: BinaryIO) -> bytes:
 def read_blocks(
     file: BinaryIO, begin: int, data: memoryview, checksums: Iterable[str], block_bytes: int = BLOCK_BYTES
 ) -> Iterator[int]:
-    """Fill `data` with the bytes of a file from `begin` on, and verify each block; the last one may be shorter. Yields
-    the number of bytes of each. Raises DamagedError, and OSError if the disk does."""
+    """Fill `data` with the bytes of a file from `begin` on, and verify each block; the last block may be shorter.
+    Yields the number of bytes of each block. Raises DamagedError for wrong bytes, OSError if a read fails."""
     for index, expected in enumerate(checksums):
         block = data[index * block_bytes : (index + 1) * block_bytes]
         at = begin + index * block_bytes
@@ -114,9 +112,9 @@ def read_blocks(
 
 
 def read_fully(file: BinaryIO, data: memoryview, begin: int) -> None:
-    """Fill `data` with the bytes of a file from `begin` on. It ignores the file's position: threads may share it."""
+    """Fill `data` with the bytes of a file from `begin` on, whatever the file's position: threads may share a file."""
     n_read = 0
-    while n_read < len(data):  # one call may read fewer than asked
+    while n_read < len(data):  # preadv may read fewer bytes than asked
         n = os.preadv(file.fileno(), [data[n_read:]], begin + n_read)
         if not n:
             raise DamagedError(f"it ends before byte {begin + len(data):,}")

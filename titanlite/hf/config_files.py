@@ -1,5 +1,5 @@
-"""config.json and generation_config.json of an exported folder. If the run started from a released model, the values of
-its files are kept, except for what the run changed and what describes the files themselves."""
+"""config.json and generation_config.json of an exported folder. If the run started from a released model, the model's
+values stay, except values that the run changed or that describe the files."""
 
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,11 @@ from titanlite.config.schema import Model, count_parameters
 
 
 def model_of(folder: Path) -> Model:
-    """Return the model of a folder's config.json. Raises ConfigError as a run on such a model does, and for a model of
-    1 GiB or more that is larger than the weights beside it, if there are any."""
+    """Return the model of a folder's config.json. Raises ConfigError for a model that is unusable or too large."""
     file, weights = folder / "config.json", folder.glob("*.safetensors")
     sizes = [each.stat().st_size for each in weights if each.is_file()]
     model = load_values({"model": model_options(folder), "training": {"seq_len": 1}}, str(file), []).config.model
-    if sizes and (n_parameters := count_parameters(model)) > max(2 * sum(sizes), 2**28):  # at least 4 bits per weight
+    if sizes and (n_parameters := count_parameters(model)) > max(2 * sum(sizes), 2**28):  # weights have at least 4 bits
         problem = f"has {n_parameters} parameters, and the *.safetensors beside it {sum(sizes)} bytes"
         raise ConfigError([f"{file}: its model {problem}; expected the config.json of these weights"])
     return model
@@ -26,9 +25,9 @@ def model_of(folder: Path) -> Model:
 def config_files(
     options: Model, source: Path | None, *, torch_dtype: str, max_seq_len: int, bos: int | None, eos: int | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the contents of config.json and generation_config.json of a model whose run started from the released one
-    in the folder `source`, if any. Its ids of BOS and EOS stay if the tokenizer's is among them. Raises ConfigError if
-    transformers has no such model, or a file of the source is wrong. The other arguments are those of hf_config."""
+    """Return config.json and generation_config.json of a model; `source` is the folder of a release that the run
+    started from, whose BOS and EOS stay if they include the tokenizer's. For other arguments see hf_config. Raises
+    ConfigError if transformers has no such model, or a file of the release is wrong."""
     arguments: dict[str, Any] = {"max_seq_len": max_seq_len, "torch_dtype": torch_dtype}
     if source is None:
         config = hf_config(options, **arguments, bos=bos, eos=eos)
@@ -45,15 +44,15 @@ def config_files(
     before |= {key: released.get(key) for key in NO_OPTION if key in before}
     changed = {key for key in {**before, **after} if before.get(key) != after.get(key)}
     if "max_position_embeddings" in changed and after["rope_scaling"]:
-        changed.add("rope_scaling")  # without an original length, the old value meant the old max_position_embeddings
-    if released["model_type"] not in FAMILIES:  # transformers has another name for it
+        changed.add("rope_scaling")  # without an original length, rope_scaling refers to max_position_embeddings
+    if released["model_type"] not in FAMILIES:  # kimi_k2, which transformers calls deepseek_v3
         changed.add("model_type")
     if "model_type" in changed:  # the new type has other defaults for missing keys
         changed |= after.keys() - released.keys()
     for keys in TOGETHER:
         changed |= keys if changed & keys else set()
     dtype = [key for key in ("dtype", "torch_dtype") if key in released] or ["torch_dtype"]
-    changed |= {"auto_map", "quantization_config"}  # code beside released files is not copied, nor weights quantized
+    changed |= {"auto_map", "quantization_config"}  # an export has no code and no quantized weights
     config = {key: value for key, value in released.items() if key not in changed}
     config |= {key: value for key, value in after.items() if key in changed} | special_tokens
     config |= dict.fromkeys(dtype, torch_dtype)
@@ -61,6 +60,6 @@ def config_files(
 
 
 def _generation(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a generation_config.json with only values of config.json."""
+    """Return a generation_config.json that repeats the special tokens of config.json."""
     special_tokens = {key: config.get(key) for key in ("bos_token_id", "eos_token_id")}
     return {"_from_model_config": True, **{key: ids for key, ids in special_tokens.items() if ids is not None}}

@@ -1,7 +1,6 @@
-"""Writing a checkpoint's weights as a Hugging Face folder, one parameter in memory at a time: a machine without the
-training's memory or devices can export any model. A layer's experts are one stacked parameter here and separate tensors
-in the folder. The biases that balance experts are in float32, whatever the dtype of the weights.
-"""
+"""Export of a checkpoint's weights as a Hugging Face folder, with one parameter in memory at a time, so that any
+machine can export any model. A layer's experts are one stacked parameter here, and separate tensors in the folder.
+Biases that balance experts are exported in float32."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from titanlite.hf.names import BALANCE_BIAS, hf_shape, hf_tensors, is_stacked, t
 from titanlite.launch.progress import progress
 
 LOAD = ".router.load"
-"""The end of the names of the experts' load, a state of training that no folder has."""
+"""End of the names of the experts' load, a state of training that is not exported."""
 
 
 def export(
@@ -40,18 +39,17 @@ def export(
     eos: int | None = None,
     max_file_bytes: int = 5_000_000_000,
 ) -> int:
-    """Write the model as a folder that transformers loads, and return the number of its safetensors files. The folder
-    gets its name when it is complete; until then it is `out` with .tmp added. Raises ConfigError if `out` exists, or
-    the checkpoint is damaged or not of this model, or a weight exceeds the dtype.
+    """Write a model as a folder that transformers loads, and return the number of safetensors files. Until the folder
+    is complete, its name is `out` with .tmp added. Raises ConfigError if `out` exists, the checkpoint is damaged or of
+    another model, or a weight exceeds the dtype.
 
     Args:
-        reader: the weights, as a checkpoint.reader.CheckpointReader has them: `shapes` by name, and `read(name)`.
+        reader: a checkpoint.reader.CheckpointReader, or an object with the same `shapes` and `read(name)`.
         max_seq_len: the number of positions that config.json states.
-        source: folder of the released model that the run started from; None: there is none.
-        files: further files of the folder by name, such as those of a tokenizer.
-        bos: token id of BOS; None: the model has none.
-        eos: token id of EOS; None: it is not known.
-        max_file_bytes: most bytes of tensors in a file; a larger parameter has a file of its own.
+        source: folder of the released model that the run started from, if any.
+        files: further files of the folder by name, such as a tokenizer's.
+        bos, eos: token ids of BOS and EOS, if known.
+        max_file_bytes: most bytes of tensors in a file, unless a single parameter is larger.
     """
     special_tokens = {"bos": bos, "eos": eos}
     configs = config_files(options, source, torch_dtype=_name(dtype), max_seq_len=max_seq_len, **special_tokens)
@@ -72,7 +70,7 @@ def _check_shapes(reader: Any, options: Model, dtype: torch.dtype) -> None:
     saved = {name.removeprefix("model."): shape for name, shape in reader.shapes.items() if name.startswith("model.")}
     saved = {name: shape for name, shape in saved.items() if not name.endswith(LOAD)}
     layers = {name.split(".")[1] for name in saved if name.startswith("layers.")}
-    if len(layers) != options.n_layers:  # before a model of any size is built
+    if len(layers) != options.n_layers:  # check first: tensor_shapes builds n_layers layers, however many
         problem = f"the checkpoint has {len(layers)} layers, and its [model] options say {options.n_layers}"
         raise ConfigError([f"{problem}; it is damaged"])
     shapes = tensor_shapes(options)
@@ -86,7 +84,7 @@ def _check_shapes(reader: Any, options: Model, dtype: torch.dtype) -> None:
 
 
 def _with_biases(options: Model) -> Model:
-    """Return the options of the folder's model: every DeepSeek-V3 has biases that balance experts, even if zero."""
+    """Return the exported model's options: a DeepSeek-V3 always has biases that balance experts, even if zero."""
     if not options.mla.kv_lora_rank or not options.moe.n_experts or options.moe.score_function == "softmax":
         return options
     return options.model_copy(update={"moe": options.moe.model_copy(update={"balance_bias": True})})
@@ -101,7 +99,7 @@ def _shape(shape: torch.Size | None) -> str:
 
 
 def _write_weights(reader: Any, options: Model, folder: Path, dtype: torch.dtype, max_file_bytes: int) -> int:
-    """Write the safetensors files, and their index if there are several. Return the number of files."""
+    """Write the safetensors files, and an index if there are several. Return the number of files."""
     shapes = tensor_shapes(options)
     ours = hf_tensors(options, shapes)
     dtypes = {each: torch.float32 if names[0].endswith(BALANCE_BIAS) else dtype for each, names in ours.items()}
@@ -113,16 +111,16 @@ def _write_weights(reader: Any, options: Model, folder: Path, dtype: torch.dtype
         def contents(group: list[tuple[str, ...]]) -> Iterator[memoryview]:
             for each in group:
                 advance()
-                yield from map(bytes_of, tensors_of(each))  # each is freed before the next is read
+                yield from map(bytes_of, tensors_of(each))  # a tensor is freed before the next one is read
 
         def tensors_of(each: tuple[str, ...]) -> Sequence[Tensor]:
-            """Return the folder's tensors for some of ours: one, or one per expert where experts are stacked."""
+            """Return the folder's tensors of a parameter: one, or one per expert where experts are stacked."""
             names = ours[each]
             if f"model.{names[0]}" in reader.shapes:
                 tensor = to_hf(names, [reader.read(f"model.{name}") for name in names], options)
                 tensor = _cast(names[0], tensor, dtypes[each])
             else:
-                tensor = torch.zeros(shapes[names[0]])  # the model has no such biases
+                tensor = torch.zeros(shapes[names[0]])  # experts' balance biases, which the run did not train, are 0
             return tensor.unbind() if tensor.dim() == EXPERT_DIMS and not is_stacked(names[0], options) else [tensor]
 
         for number, group in enumerate(groups, 1):
@@ -138,7 +136,7 @@ def _write_weights(reader: Any, options: Model, folder: Path, dtype: torch.dtype
 
 
 def partition(sizes: dict[Any, int], most: int) -> list[list[Any]]:
-    """Return the keys in groups, in their order. No group exceeds `most` bytes, except one with a single tensor."""
+    """Partition keys, in their order, into groups of at most `most` bytes, except groups with a single tensor."""
     groups: list[list[Any]] = []
     filled = 0
     for name, size in sizes.items():
@@ -162,5 +160,4 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def write_json(file: Path, content: Any) -> None:
-    """Write a file of the folder."""
     write_synced(file, json.dumps(content, indent=2).encode() + b"\n")

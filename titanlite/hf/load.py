@@ -5,10 +5,8 @@ columns of its own shards, one tensor after the other.
     folder/model.safetensors.index.json                              the file of each tensor, and
     folder/model-00001-of-00004.safetensors ...                      the files
 
-A layer's experts are one parameter [E, F, D] of the model, and separate tensors [F, D] in these files. The biases that
-balance experts, which are buffers of the model, are loaded like parameters.
-
-Nothing is executed: safetensors are bytes behind a JSON header, and the pickles of older models (*.bin) are rejected.
+A layer's experts are one parameter [E, F, D] of the model, and separate tensors [F, D] in these files. The buffers that
+balance experts are loaded like parameters. No file can contain code: pickles of older models (*.bin) are rejected.
 """
 
 import contextlib
@@ -49,28 +47,26 @@ HF_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Names of the supported dtypes in safetensors, and in torch."""
 EMBEDDING = "tok_embeddings.weight"
 ROWS_AT_A_TIME = 2**14
-"""Rows whose mean is computed together."""
+"""Number of rows of a tensor that are read together to compute the mean of all rows."""
 EXPERT_DIMS = 3
 """Dimensions of a parameter of experts: experts, rows, columns."""
 PREFIXES = ("model.", "transformer.")
-"""Prefixes of names, which a folder of a model without its output head lacks, as GPT-2's own release does."""
+"""Prefixes of tensors' names, which folders of models without an output head lack, as GPT-2's release does."""
 NOT_A_WEIGHT = re.compile(
     r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(masked_)?bias"
 )
-"""Rotary frequencies and masks, which older versions of transformers saved. They follow from the config."""
+"""Rotary frequencies and masks, which older versions of transformers saved, and which follow from the config."""
 STACKED = "experts.gate_up_proj"
-"""The end of the name of a tensor of all experts, which transformers writes only with save_original_format = False."""
+"""End of a name of a tensor with all experts, which transformers writes only with save_original_format = False."""
 QUANTIZED = re.compile(r"(scales?|scale_inv|zero_point|qzeros|qweight|g_idx|absmax|quant_map|quant_state[\w.]*)$")
-"""The end of the names of tensors that quantized models have beside or instead of their weights."""
+"""End of the names of tensors that quantized models have beside or instead of their weights."""
 
 
 def load_hf_weights(folder: Path, model: nn.Module, options: Model) -> None:
-    """Load the weights of a Hugging Face folder into this rank's modules, plain tensors or DTensors of any placement.
-
-    Every weight is cast to its parameter's dtype. `options` is the [model] section of the full model, and `model` may
-    be a pipeline stage of it. No rank communicates: the caller must make the ranks agree on whether it raised. Raises
-    ConfigError if the folder is not one of this model, or a file that this rank needs cannot be read (in both cases no
-    weight has changed), or a number is NaN or infinite."""
+    """Load a Hugging Face folder's weights into this rank's modules, as plain tensors or DTensors of any placement.
+    Weights are cast to their parameters' dtypes. `options` is the section [model] of the full model, of which `model`
+    may be a pipeline stage. The caller must make the ranks agree on whether one raised. Raises ConfigError for another
+    model's folder or an unreadable file (then no weight has changed), and for a number that is NaN or infinite."""
     parameters, files = named_weights(model), tensor_files(folder)
     of_folder = _shapes_in(files, options)
     is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
@@ -99,7 +95,7 @@ def load_hf_weights(folder: Path, model: nn.Module, options: Model) -> None:
 
 
 def _shapes_in(files: Mapping[str, Path], options: Model) -> dict[str, torch.Size]:
-    """Return the shapes of all tensors of the model, by their names in a folder with these files."""
+    """Return the shape of each tensor of the model, by the tensor's name in a folder with these files."""
     all_shapes, shapes = tensor_shapes(options), {}
     for names, ours in hf_tensors(options, all_shapes).items():
         shape = hf_shape(ours, all_shapes, options)
@@ -110,7 +106,7 @@ def _shapes_in(files: Mapping[str, Path], options: Model) -> dict[str, torch.Siz
 
 
 def _print_new_rows(folder: Path, grows: Mapping[str, Path], n_rows: int) -> None:
-    """Print how many rows the files of these tensors lack."""
+    """Print, for each tensor, how many rows its file lacks."""
     for name, file in grows.items():
         with open_safetensors(file) as of_file:
             n = n_rows - of_file.get_slice(name).get_shape()[0]
@@ -119,8 +115,7 @@ def _print_new_rows(folder: Path, grows: Mapping[str, Path], n_rows: int) -> Non
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor of a Hugging Face folder, by the tensor's name. Raises ConfigError if the folder
-    has no safetensors, or its index is not a map from tensors to files beside it."""
+    """Return the file of each tensor in a Hugging Face folder. Raises ConfigError without a valid safetensors file."""
     single, index = folder / SINGLE, folder / INDEX
     if single.is_file() and index.is_file():
         raise ConfigError([f"{folder}: has both {SINGLE} and {INDEX}; remove the one that is not of this model"])
@@ -143,14 +138,14 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def name_in(files: Mapping[str, Path], name: str) -> str:
-    """Return a tensor's name in a folder, whose names may lack the prefix."""
+    """Return a tensor's name in a folder, in which names may have no prefix."""
     bare = name.partition(".")[2] if name.startswith(PREFIXES) else name
     return bare if bare in files or bare + BLOCKS in files else name
 
 
 def _without_predictors(folder: Path, files: dict[str, Path], *, prints: bool) -> dict[str, Path]:
-    """Return the tensors of a DeepSeek-V3 that the model has: all except those of the layers after its last one, which
-    predict further tokens (multi-token prediction). Raises ConfigError if rows of the file are in another order."""
+    """Return a DeepSeek-V3's tensors, without those of layers for multi-token prediction. Raises ConfigError if rows of
+    queries and keys are in another order."""
     config = read_json_object(folder / "config.json")
     if config.get("rope_interleave") is False:
         problem = "rope_interleave = false: expected true, neighbouring rows of queries and keys rotated together"
@@ -167,7 +162,7 @@ def _without_predictors(folder: Path, files: dict[str, Path], *, prints: bool) -
 
 
 def _name_problems(folder: Path, found: set[str], expected: set[str], *, tied: bool) -> list[str]:
-    """Return a line for tensors that the model needs and the folder lacks, and one for those that it has besides."""
+    """Return a line for tensors that the folder lacks, and a line for tensors that only the folder has."""
     problems = []
     stacked = sorted(name for name in found - expected if name.endswith(STACKED) and name + BLOCKS not in expected)
     if stacked:
@@ -176,7 +171,7 @@ def _name_problems(folder: Path, found: set[str], expected: set[str], *, tied: b
     missing = sorted(expected - found)
     other = sorted(name for name in found - expected if not NOT_A_WEIGHT.fullmatch(name))
     if tied and OUTPUT_HEAD in other:
-        other.remove(OUTPUT_HEAD)  # _check_tied compares it with the embedding
+        other.remove(OUTPUT_HEAD)  # _check_tied compares the head with the embedding
     hint = "set [model] to the options of this folder's model"
     if missing:
         unless = " unless model.tie_embeddings = true" if missing == [OUTPUT_HEAD] else ""
@@ -191,20 +186,20 @@ def _name_problems(folder: Path, found: set[str], expected: set[str], *, tied: b
 
 
 def first_of(names: list[str]) -> str:
-    """Return the first of some tensors' names, and how many others there are."""
     return show(names[0]) + (f" and {len(names) - 1} other tensors" if len(names) > 1 else "")
 
 
 def _file_problems(file: Path, shapes: dict[str, torch.Size], grows: set[str]) -> list[str]:
-    """Return a line for each of these tensors that a file lacks, or has with another shape or an unsupported dtype. The
-    tensors in `grows` may have fewer rows there."""
+    """Return an error for each tensor that a file lacks, or has with a wrong dtype or, unless in `grows`, shape."""
     problems = []
     try:
         with open_safetensors(file) as tensors:
             inside = set(tensors.keys())
             for name, shape in shapes.items():
                 if name not in inside:
-                    problems.append(f"{file}: lacks {show(name)}, which {INDEX} says it has; download the folder again")
+                    problems.append(
+                        f"{file}: lacks {show(name)}, which {INDEX} says it has; download or export the folder again"
+                    )
                     continue
                 header = tensors.get_slice(name)
                 found, needed = header.get_shape(), list(shape)
@@ -221,10 +216,9 @@ def _file_problems(file: Path, shapes: dict[str, torch.Size], grows: set[str]) -
 
 
 @contextlib.contextmanager
-def open_safetensors(file: Path, again: str = "download") -> Iterator[Any]:
-    """Open a safetensors file, whose header is checked against its size. Raises ConfigError if it is damaged; `again`
-    is the verb of its advice, as in "download the file again"."""
-    if not file.is_file():  # a pipe is no file either: a read would wait
+def open_safetensors(file: Path, again: str = "download or export") -> Iterator[Any]:
+    """Open a safetensors file. Raises ConfigError for a damaged one, with advice such as "download it again"."""
+    if not file.is_file():  # a pipe is rejected, too: reading it would wait
         raise ConfigError([f"{file}: no such file; {again} the folder again"])
     try:
         tensors = safe_open(file, framework="pt")
@@ -235,7 +229,7 @@ def open_safetensors(file: Path, again: str = "download") -> Iterator[Any]:
 
 
 def _tensors(parameter: Tensor, name: str, files: Mapping[str, Path], options: Model) -> list[str]:
-    """Return the names of a parameter's tensors that this rank needs: of experts, only of those in its shard."""
+    """Return the names of a parameter's tensors that this rank needs: of experts, only those in its shard."""
     names = [name_in(files, each) for each in hf_names(name, options)]
     if is_stacked(name, options):
         return [names[0] + kind for kind in (BLOCKS, SCALES)] if names[0] + BLOCKS in files else names
@@ -245,7 +239,7 @@ def _tensors(parameter: Tensor, name: str, files: Mapping[str, Path], options: M
 
 
 def _check_tied(files: dict[str, Path], embedding: nn.Parameter, options: Model) -> None:
-    """Raise ConfigError if [model] ties embeddings, and a folder's head and embedding differ in this rank's rows."""
+    """Raise ConfigError if [model] ties embeddings, and the folder's head and embedding differ in this rank's rows."""
     name = name_in(files, hf_name(EMBEDDING, options))
     with open_safetensors(files[name]) as one, open_safetensors(files[OUTPUT_HEAD]) as other:
         tensors, ranges = (one.get_slice(name), other.get_slice(OUTPUT_HEAD)), _ranges(embedding, EMBEDDING, options)
@@ -257,8 +251,8 @@ def _check_tied(files: dict[str, Path], embedding: nn.Parameter, options: Model)
 
 @torch.no_grad()
 def _fill(parameter: Tensor, name: str, files: dict[str, Path], options: Model) -> None:
-    """Copy this rank's shard of the tensors, which are in these files, into the parameter. A file is opened only for
-    this parameter, since all that was read from a file stays in memory until it is closed."""
+    """Copy this rank's shard of tensors into a parameter. Each parameter reopens the files, since an open file keeps in
+    memory all data that was read."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if local.numel() and is_stacked(name, options):
         with contextlib.ExitStack() as stack:
@@ -279,17 +273,16 @@ def _fill(parameter: Tensor, name: str, files: dict[str, Path], options: Model) 
 
 
 def _finite(numbers: Tensor, tensor: str, file: Path) -> Tensor:
-    """Return the numbers, which are from a tensor in a file. Raises ConfigError if one is NaN or infinite."""
-    if not torch.stack(numbers.aminmax()).isfinite().all():  # NaN if there is one; no copy is made
+    """Return the numbers of a tensor in a file. Raises ConfigError if one is NaN or infinite."""
+    if not torch.stack(numbers.aminmax()).isfinite().all():  # aminmax returns NaN if there is one, and copies nothing
         problem = f"{file}: {tensor} has a number that is NaN or infinite; expected finite ones"
-        raise ConfigError([f"{problem}; download the file again, or take another model"])
+        raise ConfigError([f"{problem}; download or export the file again, or take another model"])
     return numbers
 
 
 def _ranges(parameter: Tensor, name: str, options: Model) -> list[tuple[slice, Tensor]]:
-    """Return slices that cover this rank's rows, and columns if any, of each tensor of a parameter, and the places of
-    these in them, in the parameter's order. If the file's matrix is transposed, columns come first. Rotated rows may
-    cover more: a shard may begin or end in a head."""
+    """Return, for the rows and columns of this rank's shard, a slice of the file's tensor that covers them, and their
+    places in the slice, in the parameter's order. For a transposed matrix, columns come first."""
     dims = range(parameter.dim())[-2:]
     rows = hf_rows(name, local_indices(parameter, dims[0]), options)
     ranges = [cover(rows), *(cover(local_indices(parameter, dim)) for dim in dims[1:])]
@@ -297,7 +290,7 @@ def _ranges(parameter: Tensor, name: str, options: Model) -> list[tuple[slice, T
 
 
 def _read(tensor: Any, ranges: list[tuple[slice, Tensor]]) -> Tensor:
-    """Return a shard of a tensor in a file, given as a safetensors slice. Rows that it lacks are its rows' mean."""
+    """Return a shard of a tensor in a safetensors file; rows that the tensor lacks are the mean of its rows."""
     result, rows = tensor[tuple(covered for covered, _ in ranges)], ranges[0][0]
     if rows.stop > (n := tensor.get_shape()[0]):
         parts = (slice(begin, begin + ROWS_AT_A_TIME) for begin in range(0, n, ROWS_AT_A_TIME))
@@ -311,10 +304,8 @@ def _read(tensor: Any, ranges: list[tuple[slice, Tensor]]) -> Tensor:
 
 
 def local_indices(parameter: Tensor, dim: int) -> Tensor:
-    """Return the indices of a dimension of the full tensor that are in this rank's shard, in their order.
-
-    The indices are sharded like the parameter, so this holds for every placement, private ones included.
-    """
+    """Return the indices, in order, of a dimension of the full tensor that are in this rank's shard. DTensor itself
+    shards the indices, so that every placement is supported, private ones included."""
     shape = [1] * parameter.dim()
     shape[dim] = parameter.shape[dim]
     indices = torch.arange(shape[dim]).view(shape)

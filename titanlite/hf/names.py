@@ -1,12 +1,10 @@
 """The weights' names in this model and in transformers, and the order of their rows in both.
 
 This model rotates a head's channels 2i and 2i + 1 together, as Meta's checkpoints do; transformers rotates channels i
-and i + R/2 of the R rotated ones. So within each head, row 2i here is row i there, and row 2i + 1 here is row i + R/2
-there. This applies to all weights that compute channels of q and k: the rows of wq and wk, their biases, and the
-weights of q_norm and k_norm. DeepSeek and GLM-4 have neighbouring channels, as here, so their rows keep their order.
-
-Some families have several of our weights in one tensor, one behind the other (Phi-3, GLM-4, GPT-2), and GPT-2's
-matrices are transposed.
+and i + R/2 of the R rotated ones. So within each head, row 2i of this model is row i in transformers, and row 2i + 1 is
+row i + R/2: in wq and wk, their biases, and the weights of q_norm and k_norm. In DeepSeek and GLM-4, transformers pairs
+neighbouring channels, too, so rows keep their order. In some families, a tensor contains several weights of this model
+(Phi-3, GLM-4, GPT-2), and GPT-2's matrices are transposed.
 """
 
 import dataclasses
@@ -26,39 +24,38 @@ Q_NORM, Q_LATENT_NORM = "self_attn.q_norm", "self_attn.q_a_layernorm"
 _QUERIES_KEYS_VALUES = ("attention.wq", "attention.wk", "attention.wv")
 _TABLES = read_toml(str(Path(__file__).with_name("names.toml")))
 MODULES: dict[str, str] = _TABLES["modules"]
-"""Module: its name in transformers."""
+"""Name of each module in transformers."""
 EXPERTS: dict[str, list[str]] = _TABLES["experts"]
-"""Tensor of a mixture of experts: its name in Qwen3-MoE, OLMoE and DeepSeek, and in Mixtral. {} is the number of an
-expert: transformers has a tensor per expert, and here the experts of a layer are stacked."""
+"""Names of experts' tensors in Qwen3-MoE, OLMoE and DeepSeek, and in Mixtral; {} is the number of an expert."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """How the tensors of a family differ from MODULES, by the module in a layer or, in `ends`, outside of layers."""
+    """How the names of a family's tensors differ from MODULES."""
 
     modules: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Modules with other names, and these names."""
+    """Names of the modules whose names differ from MODULES."""
     fused: dict[str, list[str]] = dataclasses.field(default_factory=dict)
-    """Tensors that have several of our weights, in this order."""
+    """Tensors that contain several weights of this model, in this order."""
     layer: str = "model.layers"
     ends: dict[str, str] = dataclasses.field(default_factory=dict)
     neighbours: bool = False
-    """Rows 2i and 2i + 1 are rotated together, as here."""
+    """Rows 2i and 2i + 1 are rotated together, as in this model."""
     transposed: Sequence[str] = ()
-    """Modules whose matrices are [inputs, outputs]."""
+    """Modules whose matrices transformers stores as [inputs, outputs]."""
 
 
 NAMES = {model_type: Names(**row) for model_type, row in _TABLES["families"].items()}
-"""Names by a model type; other types may have the same names."""
+"""Names by model type; further types may have the same names."""
 BALANCE_BIAS = ".router.balance_bias"
-"""The end of the names of the biases that balance experts, which are buffers in float32."""
+"""End of the names of the biases that balance experts, which are buffers in float32."""
 ROTATED = ("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm")
 """Modules whose rows are channels that the rotary embedding pairs."""
 OUTPUT_HEAD = "lm_head.weight"
 
 
 def names_of(model: Model) -> Names:
-    """Return the names that the tensors of a model have in transformers."""
+    """Return how the names of a model's tensors differ from MODULES."""
     if model.hf_model_type in NAMES:
         return NAMES[model.hf_model_type]
     if model.rope_scaling_type == "longrope" and model.rope_scaling_factor > 1:
@@ -70,13 +67,12 @@ def names_of(model: Model) -> Names:
 
 
 def tensor_shapes(model: Model) -> dict[str, torch.Size]:
-    """Return the shape of each tensor of the full model that a folder has: its parameters (tied embeddings are one, the
-    embedding's) and the biases that balance experts."""
+    """Return the shapes of the full model's parameters, tied embeddings once, and of experts' balance biases."""
     return {name: tensor.shape for name, tensor in named_weights(build_llama(model, max_seq_len=1)).items()}
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of a model, except adapters, and the buffers that are weights in transformers."""
+    """Return the parameters of a model, except adapters, and the buffers that transformers stores as weights."""
     biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith(BALANCE_BIAS)}
     parameters = {name: each for name, each in model.named_parameters() if not name.endswith(LORA_FACTORS)}
     return {**parameters, **biases}
@@ -102,8 +98,8 @@ def hf_name(name: str, model: Model) -> str:
 
 
 def hf_names(name: str, model: Model) -> list[str]:
-    """Return the names in transformers of one of our tensors: one name or, for most families' experts, one per expert.
-    Of these families, only Mixtral has neither norms of queries and keys nor latent attention nor sigmoid scores."""
+    """Return the transformers names of a tensor: one, or one per expert. Of the families with experts, only Mixtral has
+    neither norms of queries and keys nor latent attention nor sigmoid scores."""
     layer, _, rest = name.removeprefix("layers.").partition(".feed_forward.")
     if rest.startswith(("experts.", "router.")) and model.moe.expert_bias:
         own = stacked_experts.hf_name(rest) if is_stacked(name, model) else f"mlp.{rest}"
@@ -117,7 +113,7 @@ def hf_names(name: str, model: Model) -> list[str]:
 
 
 def is_stacked(name: str, model: Model) -> bool:
-    """Return whether transformers also stacks the experts of a tensor: those of gpt-oss, which alone have biases."""
+    """Return whether transformers also stacks a tensor's experts: only gpt-oss's, which alone have biases."""
     return model.moe.expert_bias and ".experts." in name
 
 
@@ -128,8 +124,7 @@ def is_transposed(name: str, model: Model) -> bool:
 
 
 def rotated_channels(name: str, model: Model) -> int:
-    """Return how many of a head's first channels have their rows in another order in transformers; 0 for a tensor whose
-    rows are not channels of queries or keys."""
+    """Return how many first rows of each head in a weight have another order in transformers; 0: none."""
     layer, module, _ = _split(name)
     if model.mla.kv_lora_rank or names_of(model).neighbours or module not in ROTATED:
         return 0
@@ -137,7 +132,7 @@ def rotated_channels(name: str, model: Model) -> int:
 
 
 def _rows(name: str, model: Model) -> slice:
-    """Return which rows of the tensor in transformers are ours: all, unless it contains several of our tensors."""
+    """Return which rows of a transformers tensor are this tensor: all, unless the former contains several tensors."""
     layer, module, _ = _split(name)
     queries, keys = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
     sizes = dict(zip(_QUERIES_KEYS_VALUES, (queries, keys, keys), strict=True))
@@ -149,7 +144,7 @@ def _rows(name: str, model: Model) -> slice:
 
 
 def hf_rows(name: str, rows: Tensor, model: Model) -> Tensor:
-    """Return the rows of transformers' tensor, before any transposition, that are these rows of one of our tensors."""
+    """Return the rows of a transformers tensor, before any transposition, that are `rows` of a tensor."""
     if rotated := rotated_channels(name, model):
         channel = rows % model.head_dim
         there = rows - channel + channel // 2 + channel % 2 * (rotated // 2)
@@ -158,7 +153,7 @@ def hf_rows(name: str, rows: Tensor, model: Model) -> Tensor:
 
 
 def from_hf(name: str, tensor: Tensor, model: Model) -> Tensor:
-    """Return one of our full tensors from the tensor in transformers that contains it."""
+    """Return one of this model's full tensors from the transformers tensor that contains it."""
     if is_stacked(name, model):
         return stacked_experts.from_hf(name, tensor)
     tensor = tensor.T if is_transposed(name, model) else tensor
@@ -170,7 +165,7 @@ def from_hf(name: str, tensor: Tensor, model: Model) -> Tensor:
 
 
 def to_hf(names: Sequence[str], tensors: Sequence[Tensor], model: Model) -> Tensor:
-    """Return the tensor in transformers that contains these full tensors of ours, in the order of `names`."""
+    """Return the transformers tensor that contains these full tensors of this model, in the order of `names`."""
     if is_stacked(names[0], model):
         return stacked_experts.to_hf(names, tensors)
     ordered = [
@@ -182,8 +177,7 @@ def to_hf(names: Sequence[str], tensors: Sequence[Tensor], model: Model) -> Tens
 
 
 def hf_tensors(model: Model, names: Iterable[str]) -> dict[tuple[str, ...], list[str]]:
-    """Return which of these tensors of ours each tensor in transformers contains, in the order of its rows. The tensors
-    of a layer's experts have one key together."""
+    """Return, for each transformers tensor (a layer's expert tensors together), this model's tensors in it."""
     found: dict[tuple[str, ...], list[str]] = {}
     for name in names:
         found.setdefault(tuple(hf_names(name, model)), []).append(name)
@@ -191,7 +185,7 @@ def hf_tensors(model: Model, names: Iterable[str]) -> dict[tuple[str, ...], list
 
 
 def hf_shape(names: Sequence[str], shapes: Mapping[str, torch.Size], model: Model) -> torch.Size:
-    """Return the shape of the tensor in transformers that contains these of ours; for experts, of each tensor."""
+    """Return the shape of the transformers tensor, or of each expert's tensor, that contains these tensors."""
     if is_stacked(names[0], model):
         return stacked_experts.hf_shape(names, shapes)
     first = shapes[names[0]][-2:]

@@ -1,5 +1,5 @@
-"""Writing the adapters of a checkpoint (LoRA) as a folder of Hugging Face's peft: adapter_config.json and
-adapter_model.safetensors. Rows of B are in the order that the base's rows have in transformers (names.py)."""
+"""Export of a checkpoint's LoRA adapters as a folder of Hugging Face's peft: adapter_config.json and
+adapter_model.safetensors. Rows of B have the order of the base's rows in transformers (names.py)."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +19,8 @@ from titanlite.hf.names import hf_tensors, is_transposed, tensor_shapes, to_hf
 
 
 def export_adapters(reader: Any, options: Model, lora: Lora, out: Path, *, base: str, dtype: torch.dtype) -> int:
-    """Write adapters and return their number. `base` is the folder of the base's weights, `reader` a CheckpointReader.
-    Raises ConfigError if `out` exists, or the base's layer is only a part of a tensor in transformers."""
+    """Write adapters and return their number. `base` is the folder of the base weights, `reader` a CheckpointReader.
+    Raises ConfigError if `out` exists, or a transformers tensor contains more than an adapter's base weight."""
     shapes, tensors, modules = tensor_shapes(options), dict[str, tuple[str, torch.Size]](), list[str]()
     adapters = adapters_of(reader, lora, shapes)
     there = {name: (names[0], ours) for names, ours in hf_tensors(options, shapes).items() for name in ours}
@@ -43,7 +43,12 @@ def export_adapters(reader: Any, options: Model, lora: Lora, out: Path, *, base:
     short = {module.rpartition(".")[2] for module in modules}
     with new_folder(out) as folder:
         config = {
-            **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True},
+            **{
+                "peft_type": "LORA",
+                "task_type": "CAUSAL_LM",
+                "base_model_name_or_path": str(Path(base).resolve()),
+                "inference_mode": True,
+            },
             **{"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0, "bias": "none", "use_rslora": False},
             "target_modules": sorted(modules if options.moe.n_experts else short),
         }

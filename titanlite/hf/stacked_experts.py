@@ -1,14 +1,13 @@
 """The experts of gpt-oss in its files: a tensor stacks all experts of a layer, quantized to MXFP4 in the release.
 
-    mlp.experts.gate_up_proj       [E, D, 2F]  rows of our w1 and w3 in turn, as columns
-    mlp.experts.down_proj          [E, F, D]   our w2, transposed
+    mlp.experts.gate_up_proj       [E, D, 2F]  rows of this model's w1 and w3 in turn, as columns
+    mlp.experts.down_proj          [E, F, D]   this model's w2, transposed
     ..._bias                       [E, 2F], [E, D]
     ..._blocks, ..._scales         [E, 2F, D / 32, 16] and [E, 2F, D / 32]; [E, D, F / 32, 16] and [E, D, F / 32]
 
-MXFP4 (OCP Microscaling Formats, 1.0) has numbers of 4 bits, two in a byte, the first in the lower half. Each 32 of them
-share a factor, a power of two, stored as its exponent plus 127. They are dequantized when read, and never written.
-
-Shapes: E experts, D model width, F width of an expert.
+E: experts, D: model width, F: width of an expert. MXFP4 (OCP Microscaling Formats, 1.0) stores two 4-bit numbers in a
+byte, the first in the lower half. Each 32 numbers share a factor, a power of two, stored as its exponent plus 127.
+MXFP4 is dequantized when read, and never written.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 TENSORS = {"w1": ("gate_up_proj", 2, 0), "w3": ("gate_up_proj", 2, 1), "w2": ("down_proj", 1, 0)}
-"""Weight of our experts: its tensor in the file, how many weights alternate in the tensor's rows, and its index."""
+"""For each weight of this model: its tensor in the file, how many weights alternate in that tensor, and its index."""
 BLOCKS, SCALES = "_blocks", "_scales"
 GROUP = 32
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -37,7 +36,7 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def hf_shape(names: Sequence[str], shapes: Mapping[str, torch.Size]) -> torch.Size:
-    """Return the shape of the unquantized tensor that contains these weights of ours."""
+    """Return the shape of the file's unquantized tensor that contains these weights of this model."""
     n_experts, rows, *columns = shapes[names[0]]
     return torch.Size((n_experts, *columns, rows * len(names)))
 
@@ -50,20 +49,19 @@ def quantized_shapes(shape: torch.Size) -> dict[str, torch.Size]:
 
 
 def to_hf(names: Sequence[str], weights: Sequence[Tensor]) -> Tensor:
-    """Return the tensor that contains these weights, or biases, of ours."""
+    """Return the file's tensor that contains these weights, or biases, of this model."""
     in_turn = torch.stack(list(weights), 2).flatten(1, 2) if len(weights) > 1 else weights[0]
     return in_turn if in_turn.dim() == 2 else in_turn.transpose(1, 2).contiguous()
 
 
 def from_hf(name: str, tensor: Tensor) -> Tensor:
-    """Return one of our weights from the tensor that contains it."""
+    """Return a weight of this model from the file's tensor that contains it."""
     _, step, first = TENSORS[_split(name)[0]]
     return (tensor if tensor.dim() == 2 else tensor.transpose(1, 2))[:, first::step]
 
 
 def read(name: str, slices: Sequence[Any], experts: Tensor, rows: Tensor, columns: Tensor | None) -> Iterator[Tensor]:
-    """Yield this rank's shard of each of these experts, in the order of our weight. `slices` has the safetensors slice
-    of its tensor, or those of its blocks and scales. `columns`: None for a bias."""
+    """Yield this rank's shard of each expert's weight, or bias (`columns` None), from safetensors slices."""
     _, step, first = TENSORS[_split(name)[0]]
     there, own = cover(rows * step + first)
     columns_there, own_columns = (slice(0, 0), None) if columns is None else cover(columns)
@@ -80,7 +78,7 @@ def read(name: str, slices: Sequence[Any], experts: Tensor, rows: Tensor, column
 
 
 def cover(indices: Tensor) -> tuple[slice, Tensor]:
-    """Return a slice that covers some indices, and the places of these in it."""
+    """Return a slice that covers some indices, and the places of the indices in the slice."""
     first, last = map(int, indices.aminmax()) if len(indices) else (0, -1)
     return slice(first, last + 1), indices - first
 

@@ -1,8 +1,6 @@
-"""Runs the ranks of this node with torchrun's elastic agent, inside the launcher's process.
-
-It differs from torchrun: the launcher's exit status is that of the ranks; all nodes report a rank that a signal killed;
-a wrong config is not started again; the launcher ends soon after its ranks, even if another node no longer answers.
-"""
+"""Runs the ranks of this node with torchrun's elastic agent, inside the launcher's process. Unlike torchrun, the
+launcher exits with the ranks' status, reports a rank that a signal killed on all nodes, does not restart a wrong
+config, and ends soon after its ranks, even if another node no longer answers."""
 
 import contextlib
 import json
@@ -31,26 +29,26 @@ from titanlite.launch.process import print_to_console
 from titanlite.launch.progress import progress
 
 SECONDS_AFTER_A_FAILURE = RECORD_SECONDS + 2
-"""Seconds in which the ranks of this node must end by themselves after one has failed. Then they are killed."""
+"""Seconds in which this node's ranks must end by themselves after one has failed; then they are killed."""
 SECONDS_AFTER_THE_END = 30.0
-"""Seconds for which the launcher waits for the other nodes after its ranks have finished."""
+"""Seconds for which the launcher waits for other nodes after its own ranks have finished."""
 SECONDS_TO_SAVE = 600
-"""Seconds in which the ranks must save a checkpoint when nodes join, before all ranks are started anew."""
+"""Seconds in which ranks must save a checkpoint when nodes join, before all ranks are started anew."""
 
 
 class NewStores:
-    """torchrun's rendezvous, where the first node's launcher creates a new store for the ranks of each attempt. torch
-    has one store for all attempts, so a joining node waits for its address in vain, and new ranks read old keys."""
+    """torchrun's rendezvous, with a new store for the ranks of each attempt. With torch's single store for all
+    attempts, a joining node waits for the store's address in vain, and new ranks read old keys."""
 
     use_agent_store = True
 
     def __init__(self, parameters: RendezvousParameters, address: str):
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # torch creates no store
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # do not let torch create a store of its own
         self.handler, self.address = registry.get_rendezvous_handler(parameters), address
         self.server: dist.Store | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other nodes before an attempt."""
+        """Wait for the other nodes of an attempt, and create the store on the first node."""
         met, port = self.handler.next_rendezvous(), None
         if met.rank == 0:
             self.server = dist.TCPStore(self.address, 0, is_master=True, multi_tenant=True)
@@ -62,7 +60,7 @@ class NewStores:
         return RendezvousInfo(met.store, met.rank, met.world_size, place)
 
     def num_nodes_waiting(self) -> int:
-        """Return how many nodes wait to join. The agent then starts all ranks anew, so these save and end first."""
+        """Return how many nodes wait to join. If nodes wait, let ranks save and end before the agent restarts them."""
         if n_waiting := self.handler.num_nodes_waiting():
             ranks = children(os.getpid())
             send(ranks, signal.SIGTERM)
@@ -74,48 +72,47 @@ class NewStores:
 
 
 class NoRestartError(Exception):
-    """Ranks have failed, and are not to be started again."""
+    """Ranks have failed, and the agent must not start them again."""
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent of one node. It overrides _monitor_workers, torch's method for extending agents."""
+    """torchrun's agent of one node, which overrides _monitor_workers, torch's method for extending agents."""
 
     signals: LauncherSignals
     restarts = 0
-    """How often it has started all ranks anew after a failure."""
+    """How often all ranks have been started anew after a failure."""
     statuses: Mapping[int, int] = {}
-    """Exit statuses of the ranks that failed first in this attempt, by rank; negative: a signal."""
+    """Exit status of each rank that failed first in this attempt; a negative status is a signal."""
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         pids = {worker.global_rank: worker.id for worker in worker_group.workers}
         failed = {rank: status for rank, pid in pids.items() if (status := status_of(pid))}
         messages = [self._record(*each) for each in failed.items()]
-        if failed:  # the agent itself would send SIGTERM to the others now, and wait for half a minute
+        if failed:  # torch's agent would send SIGTERM to other ranks at once, and wait for 30 s
             wait_for_end(pids.values(), SECONDS_AFTER_A_FAILURE)
             failed = {rank: status for rank, pid in pids.items() if (status := status_of(pid))}
             send((pid for pid in pids.values() if status_of(pid) is None), signal.SIGKILL)
         result = super()._monitor_workers(worker_group)
-        if not failed:  # ranks failed just now, or the system could not tell before
+        if not failed:  # torch's agent may know failures that status_of missed
             failed = {rank: failure.exitcode for rank, failure in result.failures.items()}
             messages = [self._record(*each) for each in failed.items()]
         for message in filter(None, messages):
             print_to_console(message)
         self.statuses = failed
         if failed and ({2, process.STOPPED} & {*failed.values()} or self.signals.stopping):
-            raise NoRestartError  # the config is wrong, and stays wrong; or the run is to stop
+            raise NoRestartError  # ranks restarted after a wrong config or a stop would end again
         if result.is_failed() and self.restarts < worker_group.spec.max_restarts:
             self.restarts += 1
             print_to_console(f"restart {self.restarts} of {worker_group.spec.max_restarts}")
         return result
 
     def ranks_store(self) -> dist.Store:
-        """Return a connection to the store of this attempt's ranks, as the watchdog uses it."""
         group = self.get_worker_group()
         return ranks_store(group.master_addr, group.master_port, timeout_seconds=3)
 
     def _record(self, rank: int, status: int) -> str:
-        """Record in the launch's store the end of a rank that could not record it itself, so that all ranks end.
-        Return what to print after their end: nothing if the rank was to stop, or is not the first that failed."""
+        """Record the failure of a rank that could not record it itself, so that all ranks end. Return a message to
+        print later; "" if the rank was to stop, or another rank failed first."""
         is_alone = self.get_worker_group().workers[0].world_size == 1
         if status == 2 or (status == 1 and (self.signals.stopping or is_alone)):
             return ""
@@ -139,14 +136,13 @@ class Agent(LocalElasticAgent):
 def run_ranks(
     command: list[str], ranks: int, environment: Mapping[str, str], signals: LauncherSignals, *, max_restarts: int
 ) -> int:
-    """Start the ranks of this node, each a process with this command and these environment variables, by which nodes
-    also find each other. Start them anew after a failure, up to max_restarts times. Return the exit status. Only
-    the main thread may call this."""
+    """Run a command as each rank of this node, and return the exit status. Ranks inherit `environment`, by which nodes
+    find each other. After a failure, restart all ranks up to max_restarts times. Only the main thread may call this."""
     os.environ.update(environment)
     if "LOGLEVEL" not in os.environ:
-        logging.disable(logging.ERROR)  # this module reports failures itself, in the user's words
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the other signals are passed on to the ranks
-    signal.pthread_sigmask(signal.SIG_BLOCK, process.SIGNALS)  # ranks inherit this until they listen
+        logging.disable(logging.ERROR)  # silence torch's reports: this module has its own
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # LauncherSignals passes other signals on to the ranks
+    signal.pthread_sigmask(signal.SIG_BLOCK, process.SIGNALS)  # blocked in each rank until its signal handlers exist
     parameters, local_address = rendezvous(environment)
     store, place = NewStores(parameters, local_address), {"local_world_size": ranks, "local_addr": local_address}
     program = {"entrypoint": command[0], "args": tuple(command[1:])}
@@ -162,36 +158,35 @@ def run_ranks(
             print_to_console(f"error: the launch failed: {error}".replace("\n", " "))
             return 0 if signals.stopping else 1
     finished.set()
-    with contextlib.suppress(Exception):  # another node may have closed it, or be gone
+    with contextlib.suppress(Exception):  # another node may have closed the store, or be gone
         store.shutdown()
     return exit_status(agent.statuses.values(), signals)
 
 
 def rendezvous(environment: Mapping[str, str]) -> tuple[RendezvousParameters, str]:
-    """Return torchrun's rendezvous of a launch, and the address by which this node is reached. Raises ConfigError if
-    MASTER_ADDR has no address within a minute; a cluster may need a while to name its nodes."""
+    """Return torchrun's rendezvous and this node's address. Raises ConfigError if MASTER_ADDR stays unknown."""
     least, _, most = (environment.get("NNODES") or "1").partition(":")
-    if (most or least) == "1":  # localhost, or torch asks DNS for the node's own name
+    if (most or least) == "1":  # without localhost, torch asks DNS for the node's own name
         address = "localhost"
         return RendezvousParameters("c10d", f"{address}:0", uuid.uuid4().hex, 1, 1, address, is_host=True), address
     first, port = environment["MASTER_ADDR"], int(environment.get("MASTER_PORT") or 29500)
     run_id, is_host = environment.get("JOB_ID") or "titanlite", int(environment["NODE_RANK"]) == 0
-    # torch would compare MASTER_ADDR with the node's own names, and tell the other nodes the name that the node has for
-    # itself. If these names differ, or mean another interface, all nodes would wait forever.
+    # By default, torch tells other nodes this node's host name. If the host name is not MASTER_ADDR, or belongs to
+    # another network interface, all nodes wait forever.
     with progress(f"waiting until MASTER_ADDR = {first} has an address"):
         address = _address_towards(first, port)
-    nodes, options = (int(least), int(most or least)), {"is_host": is_host, "read_timeout": 300}  # seconds to find it
+    nodes, options = (int(least), int(most or least)), {"is_host": is_host, "read_timeout": 300}  # timeout in seconds
     return RendezvousParameters("c10d", f"{first}:{port}", run_id, *nodes, address, **options), address
 
 
 def _address_towards(host: str, port: int, seconds: float = 60.0) -> str:
-    """Return this node's address on the network by which it reaches another."""
+    """Return this node's address on the network by which it reaches `host`."""
     deadline = time.monotonic() + seconds
     while True:
         try:
             family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind) as probe:
-                probe.connect(target)  # sends nothing, and chooses the interface
+                probe.connect(target)  # a UDP connect sends nothing, but chooses the interface
                 return probe.getsockname()[0]
         except (OSError, UnicodeError) as error:  # UnicodeError: DNS cannot have such a name
             if time.monotonic() > deadline:
@@ -201,8 +196,7 @@ def _address_towards(host: str, port: int, seconds: float = 60.0) -> str:
 
 
 def _watch(agent: Agent, signals: LauncherSignals, finished: threading.Event) -> None:
-    """Pass a stop on to ranks that start after it. End the launcher if its ranks have ended and the agent still waits
-    for other nodes, which is in vain if the store no longer answers, or the run is to stop."""
+    """Pass a stop signal on to ranks that start later. End the launcher if it waits in vain after its ranks' end."""
     ended_since = None
     while not finished.wait(0.2):
         signals.pass_on()
@@ -219,22 +213,20 @@ def _watch(agent: Agent, signals: LauncherSignals, finished: threading.Event) ->
 
 
 def _kill_stopped_ranks(agent: Agent, finished: threading.Event) -> None:
-    """Kill the ranks of this node that still exist some time after the watchdog has recorded a failure: a stopped or
-    hanging rank cannot end by itself. This runs in a thread of its own, since the store may not answer."""
+    """Kill this node's ranks that outlive a recorded failure, in a thread, since the store may not answer."""
     port, store = None, None
     while not finished.wait(2):
         with contextlib.suppress(Exception):  # there is no store yet, or no longer
             ranks = children(os.getpid())
-            if port != agent.get_worker_group().master_port:  # each attempt has its own
+            if port != agent.get_worker_group().master_port:  # each attempt has its own store
                 port, store = agent.get_worker_group().master_port, agent.ranks_store()
             if store.check(["end"]) and not finished.wait(SECONDS_AFTER_A_FAILURE):
                 send(set(ranks) & set(children(os.getpid())), signal.SIGKILL)
 
 
 def status_of(pid: int) -> int | None:
-    """Return the exit status of a child process without reaping it; None if it runs, or the system cannot tell. A
-    process that was already reaped counts as done."""
-    if not hasattr(os, "waitid"):  # macOS
+    """Return a child process's exit status without reaping it; 0 if already reaped, None if running or unknown."""
+    if not hasattr(os, "waitid"):  # macOS lacks waitid
         return None
     try:
         result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -246,7 +238,6 @@ def status_of(pid: int) -> int | None:
 
 
 def exit_status(failures: Iterable[int], signals: LauncherSignals) -> int:
-    """Return the launcher's exit status from those of the ranks that have failed."""
     stopped = {process.STOPPED, -signal.SIGTERM} if signals.stopping else {process.STOPPED}
     failed = [status for status in failures if status not in stopped]
     return 2 if 2 in failed else 1 if failed else 0

@@ -1,4 +1,4 @@
-"""The arguments of the commands: their parser, and the arguments that several commands share."""
+"""Parser of command-line arguments, and the arguments that several commands share."""
 
 import argparse
 import contextlib
@@ -14,7 +14,7 @@ MODEL_DTYPES = ("float32", "bfloat16", "float64")
 
 
 class Parser(argparse.ArgumentParser):
-    """Parses arguments; a wrong one is a ConfigError of one line."""
+    """argparse's parser, except that a wrong argument raises ConfigError."""
 
     def __init__(self, usage: str, description: str | None):
         style = argparse.RawDescriptionHelpFormatter
@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def number(kind: type, expected: str, accepts: Callable[[Any], bool]) -> Callable[[str], Any]:
-    """Return a function that reads an argument as a number that `accepts` takes; `expected` says in words which."""
+    """Return a reader of arguments that are numbers for which `accepts` is true; `expected` describes such numbers."""
 
     def read(text: str) -> Any:
         with contextlib.suppress(ValueError):
@@ -44,12 +44,10 @@ def number(kind: type, expected: str, accepts: Callable[[Any], bool]) -> Callabl
 
 
 def count(most: int = MOST_ITEMS) -> Callable[[str], int]:
-    """Return a function that reads an argument as a number from 1 to `most`."""
     return number(int, f"an integer >= 1 and <= {most}", lambda value: 1 <= value <= most)
 
 
 def new_file(text: str) -> Path:
-    """Read an argument as a file that is to be written."""
     path = Path(text)
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text}: expected a file in a folder that exists")

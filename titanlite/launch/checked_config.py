@@ -1,4 +1,4 @@
-"""The config that a launcher has checked for its ranks, also after a restart, even if its file has changed by then."""
+"""The config that a launcher has checked, for its ranks, also if the config's file changes before a restart."""
 
 import json
 import os
@@ -14,7 +14,7 @@ CHECKED_CONFIG = "TITANLITE_CONFIG"
 
 
 def write_for_ranks(loaded: LoadedConfig, folder: Path) -> str:
-    """Write a config for the ranks of this node, until this process ends, and return the name of the file."""
+    """Write a config to a file for the ranks of this node, until this process ends, and return the file's name."""
     file = folder / f"config-{socket.gethostname()}-{os.getpid()}.json"
     at_exit.append(lambda: file.unlink(missing_ok=True))
     content = {"file": loaded.file, "origins": loaded.origins, "values": loaded.config.model_dump(exclude_unset=True)}
@@ -23,7 +23,7 @@ def write_for_ranks(loaded: LoadedConfig, folder: Path) -> str:
 
 
 def load_for_rank(argv: list[str]) -> LoadedConfig:
-    """Return the config that this rank's launcher has checked; without one, `load` that of the command line."""
+    """Return the config that this rank's launcher has checked; without a launcher, load the command line's config."""
     own, options = take_own(argv)
     if not (file := os.environ.get(CHECKED_CONFIG)):
         return load(options, own)

@@ -1,4 +1,4 @@
-"""The `titanlite` command: one name, and a module for each of its subcommands."""
+"""The command `titanlite`, with a module for each of its subcommands."""
 
 import errno
 import importlib
@@ -27,13 +27,13 @@ COMMANDS = {
     "config": ("titanlite.tools.config", "print, compare or convert configs, or print all options"),
     "generate": ("titanlite.tools.generate.command", "continue prompts with a trained model"),
     "eval": ("titanlite.tools.evaluate", "compute the loss of a model on a dataset"),
+    "logprobs": ("titanlite.tools.logprobs", "compute log-probabilities, and compare a trainer's and an engine's"),
     "export": ("titanlite.tools.export", "write a checkpoint as a Hugging Face folder"),
 }
-"""Subcommand: its module, whose `main(argv)` returns the exit status or raises ConfigError, and its description."""
+"""Module and description of each subcommand. A module's `main(argv)` returns the exit status or raises ConfigError."""
 
 
 def usage() -> str:
-    """Return the text of `titanlite --help`."""
     commands = "".join(f"  {name:<12}{purpose}\n" for name, (_, purpose) in COMMANDS.items())
     hint = "CONFIG is a TOML file, or a name such as debug or 70b of a config\nthat comes with titanlite."
     return f"usage: titanlite COMMAND [arguments]\n\ncommands:\n{commands}\ntitanlite COMMAND --help tells more. {hint}"
@@ -62,13 +62,13 @@ def main() -> None:
         problem = f"titanlite {name}: out of memory: {reason}; is ulimit -v too low?"
     except OSError as error:
         status = 2 if error.errno in (errno.ENAMETOOLONG, errno.ELOOP) else 1
-        if error.filename is None:  # standard output: the disk is full, or the reader, as `head`, has ended
+        if error.filename is None:  # writing to stdout failed: the disk is full, or a reader such as `head` has ended
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         what = printable(f"{error.filename or 'standard output'}: {error.strerror or error}")
         problem = "" if isinstance(error, BrokenPipeError) else what if status == 2 else f"titanlite {name}: {what}"
     if problem:
         print(f"error: {problem}", file=sys.stderr)
-    exit_process(status)  # Python would wait for threads, which could change the status
+    exit_process(status)  # a normal exit waits for threads, which could change the status
 
 
 def run(name: str, arguments: list[str]) -> int:
@@ -79,25 +79,25 @@ def run(name: str, arguments: list[str]) -> int:
         print(f"titanlite {__version__}")
         return 0
     if name == "train":
-        listen_as_launcher()  # before the imports, which take a while
+        listen_as_launcher()  # listen before the imports, which take a while
     else:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the command as Ctrl-C does
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM ends a command as Ctrl-C does
     if process.ENDS_WITH_STDIN in os.environ:
-        process.end_after(sys.stdin.read, "standard input", status=0)  # torchrun is silent about 0
+        process.end_after(sys.stdin.read, "standard input", status=0)  # torchrun reports any other status as a failure
     return run_command(name, arguments)
 
 
 def run_command(name: str, arguments: list[str]) -> int:
-    """Run a subcommand's module and return its status: 2 if the config or an argument is wrong, which it prints."""
+    """Run a subcommand's module and return its status; print the problems of a wrong config or argument."""
     try:
         if odd := next((text for text in [name, *arguments] if printable(text, "\t\n") != text), ""):
             raise ConfigError([f"command line: {odd}: expected UTF-8 without control characters"])
         if name not in COMMANDS:
             hint = did_you_mean(name, COMMANDS) or f"; expected one of {', '.join(COMMANDS)}"
             raise ConfigError([f"titanlite {name}: unknown command{hint}"])
-        module, _ = COMMANDS[name]  # imported here, so that a command does not wait for the imports of the others
+        module, _ = COMMANDS[name]  # imported here, so that a command does not import other commands' modules
         return importlib.import_module(module).main(arguments)
     except ConfigError as error:
-        if name not in ("generate", "eval") or os.environ.get("LOCAL_RANK", "0") == "0":  # ranks find the same problems
+        if name not in ("generate", "eval") or os.environ.get("LOCAL_RANK", "0") == "0":  # rank 0 prints for all ranks
             print_problems(error)
         return 2

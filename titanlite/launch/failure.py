@@ -1,4 +1,4 @@
-"""The end of a rank because of an error: the printed message, the exit status, and the record for other ranks."""
+"""The end of a rank after an error: the printed message, the exit status, and the record for other ranks."""
 
 import os
 import re
@@ -15,13 +15,13 @@ from titanlite.launch.process_table import machine
 BACKSTOP_SECONDS = 15
 """Seconds by which the timeouts of process groups exceed the watchdog's, so that the watchdog names the rank first."""
 LOST_CONNECTION = re.compile(r"closed by peer|[Cc]onnection [a-z]+|Broken pipe|[Tt]imed out|[Tt]imeout|ncclRemoteError")
-"""Matches errors of gloo, NCCL and torch's store whose cause is another rank."""
+"""Matches messages of errors of gloo, NCCL and torch's store whose cause is another rank."""
 RECORD_SECONDS = 5.0
-"""Seconds for which a rank that has lost a connection waits for the failure of the rank that caused it."""
+"""Seconds for which a rank that has lost a connection waits for another rank to record the cause."""
 
 
 class OneRank:
-    """Ends the only rank of a run. Where there are others, the Watchdog ends all."""
+    """Ends the only rank of a run; its subclass Watchdog ends all ranks of a larger run."""
 
     def __init__(self, launch: Launch):
         self.launch = launch
@@ -31,7 +31,7 @@ class OneRank:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: ...
 
     def end(self, message: str, status: int, *, lost_connection: bool = False) -> None:
-        """End this process because of an error. With lost_connection, the cause may be another rank."""
+        """End this process because of an error. With lost_connection, another rank may be the cause."""
         process.begin_to_end()
         process.clean_up()
         process.print_to_console(message)
@@ -39,8 +39,8 @@ class OneRank:
 
 
 def fail(error: Exception, rank: OneRank | None) -> None:
-    """End this process because of an error. Print one line for a ConfigError or TrainingError, else a traceback. Before
-    there is a `rank`, all ranks find the same problems, and the first rank of each node prints them."""
+    """End this process because of an error, which is printed in one line if it is a ConfigError or TrainingError.
+    Before there is a `rank`, only the first rank of a node prints a ConfigError, which all ranks find."""
     status = 2 if isinstance(error, ConfigError) else 1
     lost_connection = isinstance(error, RuntimeError) and bool(LOST_CONNECTION.search(f"{error}"))
     where = f"rank {rank.launch.rank} on {socket.gethostname()}" if rank else "a rank"
@@ -63,13 +63,13 @@ def fail(error: Exception, rank: OneRank | None) -> None:
 
 
 def failure(rank: int, message: str, status: int = 1) -> dict[str, Any]:
-    """Return the record of a rank that has failed, with which all ranks end; an empty message is not printed."""
+    """Return the record of a rank's failure, with which all ranks end; an empty message is not printed."""
     return {"rank": rank, "machine": machine(), "status": status, "message": message, "kind": "error"}
 
 
 def ranks_store(address: str, port: int | str, timeout_seconds: float) -> Any:
-    """Return a connection to the store of the ranks that were started together (torch.distributed.Store)."""
-    import torch.distributed as dist  # imported here, since the import takes seconds
+    """Return a connection to the torch.distributed.Store of the ranks that were started together."""
+    import torch.distributed as dist  # imported here, since importing torch takes seconds
 
     timeout = timedelta(seconds=timeout_seconds)
     store = dist.TCPStore(address, int(port), is_master=False, timeout=timeout, wait_for_workers=False)

@@ -1,8 +1,7 @@
-"""A lock on a folder for one process of all nodes that share it, which survives crashes.
+"""A lock on a folder, for one process of all nodes that share the folder: a file that names the lock's holder.
 
-The lock is a file that names its holder. On the holder's own node the process table tells whether the holder is alive.
-On another node or in another container, only its heartbeat tells: a counter in the file, which increases every few
-seconds. A waiting process compares counters and never clocks, which differ between nodes.
+On the holder's own node, the process table tells whether the holder is alive. On other nodes, only a heartbeat tells: a
+counter in the lock file. A waiting process compares counters, not clocks, which differ between nodes.
 """
 
 import contextlib
@@ -27,7 +26,7 @@ from titanlite.launch.process_table import machine, process_start_time
 from titanlite.launch.progress import progress
 
 LARGEST_LOCK = 4096
-"""Bytes of a lock file that are read at most."""
+"""Most bytes of a lock file that are read."""
 BEAT_OFFSET = len('{"beat": "')
 
 Name = Annotated[str, Field(max_length=256)]
@@ -40,22 +39,22 @@ class FolderInUse(ConfigError):
 class Holder(Record):
     """The content of a lock file: a process, and when it locked the folder."""
 
-    beat: Annotated[str, Field(pattern=r"^[0-9]{12}$")]  # the first key, so that its bytes have a fixed place
+    beat: Annotated[str, Field(pattern=r"^[0-9]{12}$")]  # the first key, so that `beat` has a fixed place in the file
     node: Name
     machine: Name
-    """Names a running kernel and a table of processes. Process IDs can be compared only if it is equal."""
+    """Name of a kernel since its start, and of a process table, within which process IDs can be compared."""
     pid: Annotated[int, Field(ge=1, le=2**31 - 1)]
     start_time: Name
-    """When the process started, since another process may have the same ID later."""
+    """Start time of the process, since a later process may have the same ID."""
     since: Name
     token: Name
-    """A random text that tells one lock from another."""
+    """Random text that differs between locks."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on node {show(self.node)}, since {show(self.since)}"
 
     def is_alive(self) -> bool | None:
-        """Return whether the process exists; None if this node cannot tell."""
+        """Return whether the lock's process exists; None if this node cannot tell."""
         if self.machine != machine():
             return None
         start_time = process_start_time(self.pid)
@@ -63,7 +62,6 @@ class Holder(Record):
 
 
 def _read(path: Path) -> bytes | None:
-    """Return the content of a lock file; None if there is none. Raises ConfigError if it is no regular file."""
     try:
         with open_file(path, buffering=0, flags=os.O_NOFOLLOW) as file:
             return file.read(LARGEST_LOCK)
@@ -74,7 +72,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _parse(content: bytes | None) -> Holder | None:
-    """Return the holder that a lock file names; None if there is none, or it is damaged or of another version."""
+    """Return the holder that a lock file names; None for no file, or a damaged one or another version's."""
     try:
         return Holder.model_validate_json(content or b"")
     except ValidationError:
@@ -82,29 +80,27 @@ def _parse(content: bytes | None) -> Holder | None:
 
 
 def _token(content: bytes | None) -> str:
-    """Return the token of a lock; "" if the lock names no holder."""
     return getattr(_parse(content), "token", "")
 
 
 @dataclasses.dataclass(eq=False)
 class FolderLock:
-    """Locks a folder from `acquire` to `release`. A thread keeps the heartbeat meanwhile."""
+    """Locks a folder from `acquire` to `release`, while a thread writes heartbeats."""
 
     folder: Path
-    """The folder to lock. It is created if it does not exist."""
+    """The folder to lock, which `acquire` creates if it does not exist."""
     name: str
     purpose: str
     """The beginning of messages, as in 'job.dump_folder = "outputs"'."""
     advice: str
-    """The end of the message about a folder in use, which says what to do."""
+    """The end of the message about a folder in use: what to do."""
     lost: Callable[[str], None]
-    """Called once with a message, in the heartbeat's thread, if another process took over the lock. That happens to a
-    process that was suspended, or cut off from the file system, for longer than `patience`."""
+    """Called with a message, in the heartbeat's thread, if another process took over the lock."""
     take_over: bool = True
-    """Whether to take over another node's lock whose heartbeat has stopped. This node's dead locks are always taken."""
+    """Whether to take over locks of other nodes without heartbeat; dead locks of this node are always taken."""
     beat_seconds: float = 5.0
     patience: int = 6
-    """Number of heartbeats for which a lock must not change until its holder counts as dead."""
+    """Number of heartbeats without which the holder of a lock counts as dead."""
     token, _beats, _thread = "", 0, None
 
     def __post_init__(self) -> None:
@@ -120,7 +116,7 @@ class FolderLock:
                 found = _read(self.path)
                 if found is not None and _token(found) != self.token and self._is_dead(found):
                     self._withdraw(found)
-            for left in self.folder.glob(f"{self.path.name}.*"):  # processes that died while taking it left these
+            for left in self.folder.glob(f"{self.path.name}.*"):  # files of processes that died in _withdraw
                 left.unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError([f"{self.purpose}: cannot be written: {error.strerror}"]) from None
@@ -134,24 +130,23 @@ class FolderLock:
             self._released.set()
             self._thread.join()
             self._thread = None
-            with contextlib.suppress(OSError, ConfigError):  # if it stays, it is a dead process's lock
+            with contextlib.suppress(OSError, ConfigError):  # others take over a lock without a heartbeat
                 found = _read(self.path)
                 if _token(found) == self.token:
                     self._withdraw(found)
 
     def is_held(self) -> bool:
-        """Return whether the lock file still names this process."""
         return _token(_read(self.path)) == self.token
 
     def _is_settled(self) -> bool:
-        """Return whether this process still holds the lock after a moment. Another process that had found the dead lock
-        may just be renaming this one (see _withdraw), and in the gap a third process can create its own."""
+        """Return whether this process still holds the lock after a moment, in which another process may rename its lock
+        (_withdraw), and a third process may create another one."""
         time.sleep(min(self.beat_seconds / 2, 0.1))
         return self.is_held()
 
     def _create(self) -> bool:
-        """Create the lock file; return False if there is one. The file is empty for a moment, and stays empty if this
-        process dies then: a process that reads an empty file waits for it to change."""
+        """Create the lock file; return False if it exists. The file is empty for a moment, and forever if this process
+        then dies: a process that reads an empty file waits for a change."""
         holder = Holder(
             beat=f"{self._beats:012}",
             node=platform.node()[:256],
@@ -173,9 +168,8 @@ class FolderLock:
         return True
 
     def _withdraw(self, found: bytes | None) -> None:
-        """Remove the lock file if its content is still `found`. It is renamed first: two processes may be about to
-        remove the same dead lock, and the later one must not remove the new lock of the earlier one. A third process
-        that has created a lock in the gap notices that, since its lock has not settled yet."""
+        """Remove the lock file if its content is still `found`. Rename it first: of two processes that remove the same
+        dead lock, the later one must not remove the new lock of the earlier one."""
         aside = self.path.with_name(f"{self.path.name}.{self.token}.old")
         with contextlib.suppress(FileNotFoundError):
             os.rename(self.path, aside)
@@ -185,8 +179,8 @@ class FolderLock:
                 os.rename(aside, self.path)
 
     def _is_dead(self, found: bytes) -> bool:
-        """Return True, and print a line, if a lock's holder is dead; return False if the lock has changed.
-        Raises FolderInUse if the holder is alive, or if it is dead and its lock may not be taken over."""
+        """Return True, and print a line, if a lock's holder is dead; return False if the lock has changed. Raises
+        FolderInUse if the holder is alive, or its lock may not be taken over."""
         holder = _parse(found)
         who = str(holder) if holder else "an unknown process (the lock is damaged)"
         alive, which = holder.is_alive() if holder else None, "which is dead"
@@ -205,8 +199,8 @@ class FolderLock:
         return True
 
     def _watch(self, found: bytes, who: str) -> bytes | None:
-        """Return the lock file's content as soon as it differs from `found`, or `found` if it stays. Reads are counted,
-        not time: while this process is suspended, the holder may be suspended, too."""
+        """Return the lock file's content once it differs from `found`, or `found` if it stays. Count reads, not time,
+        since the holder may be suspended together with this process."""
         looks_per_beat = 10
         with progress(f"{self.purpose}: waiting for a heartbeat of {who}"):
             for _ in range(looks_per_beat * self.patience):
@@ -218,23 +212,22 @@ class FolderLock:
 
     def _keep_beating(self) -> None:
         while not self._released.wait(self.beat_seconds):
-            # A short failure of the file system loses nothing: others take the lock over only after a long one.
+            # A short failure of the file system is harmless, since other processes take the lock over only after a long
+            # one.
             with contextlib.suppress(OSError, ConfigError):
                 if winner := self._beat():
                     self.lost(f"{self.purpose}: the lock {self.path} was taken over by {winner}")
                     return
 
     def _beat(self) -> Holder | None:
-        """Increase the counter in the lock file. Return the process that has taken it over, if one has. A file that is
-        missing or damaged is restored."""
+        """Increase the lock file's counter, or restore a damaged file. Return a process that took the lock over."""
         self._beats += 1
         found = _read(self.path)
         holder = _parse(found)
         if holder and holder.token != self.token:
             return holder
         if holder:
-            # Only the digits are overwritten, in a block that the file has. So neither a full disk nor a crash in
-            # between can damage the file.
+            # Only digits in an existing block are overwritten, so neither a full disk nor a crash can damage the file.
             with open(self.path, "r+b", opener=open_own) as file:
                 os.pwrite(file.fileno(), f"{self._beats:012}".encode(), BEAT_OFFSET)
         else:

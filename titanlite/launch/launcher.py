@@ -37,7 +37,7 @@ from titanlite.launch.other_processes import listen_as_launcher
 from titanlite.launch.process import ENDS_WITH_STDIN, LOG_FOLDER, STARTED_BY, available_cores
 
 BYTES_PER_PARAMETER = 6
-"""Least persistent memory of a parameter, in bytes: weight, exp_avg and exp_avg_sq in bfloat16."""
+"""Least persistent memory per parameter, in bytes: weight, exp_avg and exp_avg_sq in bfloat16."""
 VARIABLES = {
     "NNODES": ("[1-9][0-9]{0,8}(:[1-9][0-9]{0,8})?", "an integer >= 1"),
     "LOG_RANK": ("[0-9]{1,9}(,[0-9]{1,9})*", "ranks of this node, as in 0,1"),
@@ -46,12 +46,11 @@ VARIABLES = {
     "MASTER_ADDR": (r"[\w.-]+|[0-9a-fA-F:.]+(%\w+)?", "the name of a node, or its IP address"),
     "JOB_ID": ("[^\0-\x1f\x7f\ud800-\udfff]+", "text without control characters"),
 }
-"""Environment variables with text: a pattern, and its description for messages."""
+"""Pattern of each environment variable with text, and a description of the pattern for messages."""
 
 
 def ranks_wanted(loaded: LoadedConfig[Config], environment: Mapping[str, str], n_devices: int) -> int:
-    """Return the number of ranks on all nodes: the product of the degrees; one per device of a node if the shard degree
-    is -1; NGPU per node if that is set in the environment."""
+    """Return the number of ranks on all nodes: NGPU per node, the product of the degrees, or one per device."""
     _, nodes = nodes_of(environment)
     if environment.get("NGPU"):
         return nodes * count(environment, "NGPU", 1)
@@ -62,9 +61,8 @@ def ranks_wanted(loaded: LoadedConfig[Config], environment: Mapping[str, str], n
 
 
 def ranks_per_node(loaded: LoadedConfig[Config], environment: Mapping[str, str], n_devices: int) -> int:
-    """Return the number of ranks to start on this node, as `ranks_wanted`. Raises ConfigError if the nodes cannot have
-    equally many ranks, `check` rejects the launch, or nodes without devices have too little memory for weights and
-    optimizer states."""
+    """Return the number of ranks on this node. Raises ConfigError if nodes cannot have equally many ranks, `check`
+    rejects the launch, or nodes without devices have too little memory for weights and optimizer states."""
     (least, nodes), wanted = nodes_of(environment), ranks_wanted(loaded, environment, n_devices)
     needed = count_parameters(loaded.config.model) * BYTES_PER_PARAMETER
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -95,8 +93,7 @@ def check_folders(loaded: LoadedConfig[Config]) -> None:
 
 
 def load_and_check(argv: list[str], use: Callable[[LoadedConfig[Config]], Any]) -> LoadedConfig[Config]:
-    """Return a config. Raises ConfigError with the problems of its options, of its folders and, if the options are
-    right, those that `use` raises for it."""
+    """Load a config. Raises ConfigError with the problems of options, of folders, and of `use` of right options."""
     problems, checks, (own, options) = list[str](), [use, check_folders], take_own(argv)
     try:
         loaded = load(options, own)
@@ -107,7 +104,7 @@ def load_and_check(argv: list[str], use: Callable[[LoadedConfig[Config]], Any]) 
 
 
 def count_devices() -> int:
-    """Return how many accelerators this node has. torch, slow to import, is asked only where a driver is installed."""
+    """Return the number of this node's accelerators; torch, which is slow, is imported only if there is a driver."""
     if not shutil.which("nvidia-smi") and not Path("/dev/kfd").exists():
         return 0
     import torch
@@ -116,8 +113,7 @@ def count_devices() -> int:
 
 
 def nodes_of(environment: Mapping[str, str]) -> tuple[int, int]:
-    """Return how many nodes a launch has at least and at most: NNODES, or the two parts of NNODES=MIN:MAX. Raises
-    ConfigError if they are not integers in this order."""
+    """Return the least and the largest number of nodes, from NNODES. Raises ConfigError if NNODES is wrong."""
     text = text_of(environment, "NNODES", "1")
     least, most = map(int, (text.split(":") * 2)[:2])
     if least > most:
@@ -126,7 +122,7 @@ def nodes_of(environment: Mapping[str, str]) -> tuple[int, int]:
 
 
 def text_of(environment: Mapping[str, str], name: str, default: str = "") -> str:
-    """Return the value of one of VARIABLES; a default if it is unset or empty. Raises ConfigError if it is wrong."""
+    """Return the value of one of VARIABLES, or `default` if it is unset or empty. Raises ConfigError if it is wrong."""
     pattern, expected = VARIABLES[name]
     if (text := environment.get(name) or default) and not re.fullmatch(pattern, text, re.ASCII):
         raise ConfigError([f"environment: {name} = {show(text)}: expected {expected}"])
@@ -134,8 +130,7 @@ def text_of(environment: Mapping[str, str], name: str, default: str = "") -> str
 
 
 def require_place(environment: Mapping[str, str], ranks: int = 1) -> None:
-    """Raise ConfigError if a launch on several nodes does not say which node this is, and where the first one is, or a
-    variable of the launch, or of the ranks of this node, is wrong."""
+    """Raise ConfigError if variables of the launch are wrong, or several nodes lack NODE_RANK or MASTER_ADDR."""
     nodes = nodes_of(environment)[1]
     missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if not environment.get(name)]
     if missing and nodes > 1:
@@ -146,12 +141,11 @@ def require_place(environment: Mapping[str, str], ranks: int = 1) -> None:
         count(environment, "MASTER_PORT", 1, 65535)
         count(environment, "NODE_RANK", 0, nodes - 1)
     first = min(text_of(environment, "LOG_RANK", "0").split(","), key=int)
-    count({"LOG_RANK": first}, "LOG_RANK", 0, ranks - 1)  # a higher number would show no rank
+    count({"LOG_RANK": first}, "LOG_RANK", 0, ranks - 1)  # no rank has a higher number
 
 
 def launch_variables(loaded: LoadedConfig[Config]) -> dict[str, str]:
-    """Return the environment variables by which a rank finds its launcher, its config and the folder for its lines that
-    are not shown. Create the folder, and write the config into it. Raises ConfigError if that fails."""
+    """Write the ranks' config, and return their environment variables. Raises ConfigError if the file is unwritable."""
     dump_folder = loaded.config.job.dump_folder
     folder = Path(dump_folder) / "logs"
     try:
@@ -177,32 +171,31 @@ def main(argv: list[str]) -> int:
     restarts = count(os.environ, "MAX_RESTARTS", 0)
     environment = environment_of_ranks(ranks) | launch_variables(loaded)
     raise_open_file_limit(2 * ranks * nodes_of(os.environ)[1] if os.environ.get("NODE_RANK", "0") == "0" else 0)
-    from titanlite.launch.agent import run_ranks  # imported here: it imports torch, and the checks above need not wait
+    from titanlite.launch.agent import run_ranks  # imported after the checks, since it imports torch
 
     command = [sys.executable, "-m", "titanlite.rank", *argv]
     return run_ranks(command, ranks, environment, signals, max_restarts=restarts)
 
 
 def run_on_ranks(ranks: int, arguments: list[str]) -> int:
-    """Run `titanlite` with these arguments on ranks of this node, with torchrun, and return its exit status. The ranks
-    and torchrun end when this process does; Ctrl-C on a terminal reaches neither of them directly."""
+    """Run `titanlite` with torchrun on ranks of this node, which end with this process, and return the status."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
     command += [f"--nproc-per-node={ranks}", "-m", "titanlite", *arguments]
     environment = {**environment_of_ranks(ranks), ENDS_WITH_STDIN: "1"}
     with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True) as torchrun:
         try:
             return torchrun.wait()
-        except BaseException:  # Ctrl-C
+        except BaseException:  # Ctrl-C is no Exception
             torchrun.kill()
             raise
 
 
 def environment_of_ranks(ranks: int) -> dict[str, str]:
     return {
-        # torchrun's agent gives each rank one thread; on a CPU they share the cores instead.
+        # Without OMP_NUM_THREADS, torchrun's agent gives each rank a single thread.
         "OMP_NUM_THREADS": str(max(available_cores() // ranks, 1)),
-        # Fewer, larger segments lose less memory to fragmentation. The older name of this variable,
-        # PYTORCH_CUDA_ALLOC_CONF, is read, too (2.11 warns of it, 2.13 prefers it), so a user's setting of it is kept.
+        # Expandable segments lose less memory to fragmentation. torch also reads the older name PYTORCH_CUDA_ALLOC_CONF
+        # (2.13 prefers it), so a user's value of the older name is kept.
         **({} if "PYTORCH_CUDA_ALLOC_CONF" in os.environ else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
         **{name: text for name, text in os.environ.items() if text or name != "OMP_NUM_THREADS"},
     }

@@ -14,16 +14,15 @@ from titanlite.launch.process_table import process_start_time
 
 
 class LauncherSignals(Signals):
-    """The signals that have come to a launcher, which passes them on to its ranks."""
+    """The signals that a launcher has received, and passes on to its ranks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ranks_exist = False
-        """Whether ranks have been started."""
         self._stopped: set[int] = set()
 
     def received(self, number: int) -> None:
-        """Pass a signal on. A hangup becomes SIGTERM; a stop before there are ranks ends the launcher."""
+        """Pass a signal on to the ranks, SIGHUP as SIGTERM; a stop before there are ranks ends the launcher."""
         ranks = children(os.getpid())
         self.stopping = self.stopping or number != signal.SIGUSR1
         if self.stopping and not self.ranks_exist and not ranks:
@@ -35,7 +34,7 @@ class LauncherSignals(Signals):
         self.pass_on()
 
     def pass_on(self) -> None:
-        """If the launcher is to stop, send SIGTERM to the ranks that have had no signal. It is called periodically."""
+        """If the launcher is to stop, send SIGTERM to ranks that have had no signal, on each periodic call."""
         self.ranks_exist = self.ranks_exist or bool(children(os.getpid()))
         if self.stopping:
             ranks = set(children(os.getpid())) - self._stopped
@@ -45,14 +44,13 @@ class LauncherSignals(Signals):
 
 @functools.cache
 def listen_as_launcher() -> LauncherSignals:
-    """Return the signals of this process, a launcher, which listens to them from now on."""
+    """Return the signals of this process, a launcher, and handle signals from now on."""
     signals = LauncherSignals()
     signals.listen(signals.received)
     return signals
 
 
 def send(processes: Iterable[int], number: int) -> None:
-    """Send a signal to processes, some of which may just have ended."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, number)

@@ -4,7 +4,7 @@
     SIGINT             the same; a second one ends the process at once, with 1
     SIGUSR1            save a checkpoint after this step, and continue
 
-Before a process has anything to save, the first three end it at once, with 0.
+Before there is anything to save, SIGTERM, SIGHUP and SIGINT end the process at once, with 0.
 """
 
 import contextlib
@@ -32,19 +32,18 @@ ENDS_WITH_STDIN = "TITANLITE_ENDS_WITH_STDIN"
 STOPPED = 128 + signal.SIGTERM
 """Exit status of a rank that was asked to stop before it had anything to save."""
 SECONDS_OF_A_STALL = 10
-"""Seconds to wait for a terminal or a pipe that takes nothing, as after Ctrl-S: fewer than until a rank hangs."""
+"""Seconds to wait for a stalled terminal or pipe, as after Ctrl-S: fewer than until a rank counts as hanging."""
 LOG_FOLDER = "TITANLITE_LOG_FOLDER"
-"""Environment variable: the folder where each rank writes its lines, to the console too if LOG_RANK names it."""
+"""Environment variable: the folder of the ranks' logs. Ranks that LOG_RANK names write to the console, too."""
 
 
 def available_cores() -> int:
-    """Return how many CPU cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has none
+    # macOS has no sched_getaffinity.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Signals:
-    """The signals that have come to this process. They are read by a thread, so that the main thread may be anywhere,
-    even in a call that never returns."""
+    """The signals that this process has received, which a thread reads, since the main thread may hang."""
 
     def __init__(self) -> None:
         self.stopping, self.saves, self.answered_saves = False, 0, 0
@@ -56,7 +55,6 @@ class Signals:
 
     @property
     def asked_to_save(self) -> bool:
-        """Whether a signal has asked for a save since the last save."""
         return self.saves > self.answered_saves
 
     def listen(self, received: Callable[[int], None]) -> None:
@@ -70,14 +68,14 @@ class Signals:
 
         def read() -> None:
             while numbers := os.read(read_end, 64):
-                for number in filter(SIGNALS.__contains__, numbers):  # all signals with a Python handler come here
+                for number in filter(SIGNALS.__contains__, numbers):  # other signals with handlers are in the pipe, too
                     received(number)
 
         threading.Thread(target=read, name="signals", daemon=True).start()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher starts ranks with these blocked
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher starts ranks with blocked signals
 
     def received_by_rank(self, number: int) -> None:
-        """Record a signal, or end the process."""
+        """Record a signal that a rank has received, or end the process."""
         if number == signal.SIGUSR1:
             self.saves += 1
             return
@@ -88,13 +86,13 @@ class Signals:
         if self._interrupts > 1:
             self.end("interrupted twice: ended without saving", status=1)
         if self.nothing_to_save:
-            # To the launcher this status says that the other ranks are to end too, and that nothing has failed.
+            # The status STOPPED tells the launcher that other ranks must end, too, and that nothing has failed.
             status = STOPPED if STARTED_BY in os.environ else 0
             self.end("asked to stop before the first step was done: nothing to save", status)
         self.stopping = True
 
     def end(self, message: str, status: int) -> None:
-        """End the process from any thread."""
+        """Print a message and end the process, from any thread."""
         begin_to_end()
         if os.environ.get("RANK", "0") == "0":
             for file in {2, log}:
@@ -110,19 +108,19 @@ _ending = threading.RLock()
 
 
 def begin_to_end() -> None:
-    """Let one thread at a time end the process. For other threads, this call never returns."""
+    """Let one thread at a time end the process; begin_to_end never returns in other threads."""
     if not _ending.acquire(blocking=False):
         threading.Event().wait()
 
 
 def clean_up() -> None:
-    """Call the functions of `at_exit`, for at most two seconds each: a hanging disk must not stop the end."""
+    """Call the functions of `at_exit`, for at most two seconds each, since a disk may hang."""
     while at_exit:
         with_deadline(at_exit.pop())
 
 
 def with_deadline(call: Callable[[], None], seconds: float = 2.0) -> None:
-    """Call a function, and wait at most `seconds` for its end. Its errors are ignored."""
+    """Call a function, wait at most `seconds` for its end, and ignore its errors."""
 
     def run() -> None:
         with contextlib.suppress(Exception):
@@ -134,17 +132,15 @@ def with_deadline(call: Callable[[], None], seconds: float = 2.0) -> None:
 
 
 signals = Signals()
-"""The signals of this process."""
 console = 2
-"""File descriptor of the terminal's, or the launcher's, standard error: also of a rank whose lines are hidden."""
+"""File descriptor of the user's console, the launcher's standard error, also in a rank whose lines are hidden."""
 log = 2
-"""File descriptor of this rank's file in logs/. It is 2 if standard error is that file, or if there is no file."""
+"""File descriptor of this rank's log file; 2 if standard error is the log file, or without a log file."""
 
 
 def prepare(*, is_command: bool) -> None:
-    """Make a process independent of its surroundings. In a command, ignore a rank's variables that a notebook has left;
-    a rank's may be set by hand. Open closed standard streams, whose numbers files would get. Show characters that their
-    encoding lacks as escapes. Give a user without an account the name and the home that libraries ask for."""
+    """Make a process independent of its environment: remove a notebook's variables of ranks, open closed standard
+    streams, escape characters that a stream cannot encode, and give an unknown user a name and a home."""
     keep_children_safe()
     if "TORCHELASTIC_RUN_ID" not in os.environ and (is_command or "WORLD_SIZE" not in os.environ):
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
@@ -171,7 +167,7 @@ def start_rank() -> None:
         return
     prepare(is_command=False)
     signals.listen(signals.received_by_rank)
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is torchrun, not a shell, which may end first
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is torchrun, not a shell, which could end earlier
         _end_with_parent()
     if folder := os.environ.get(LOG_FOLDER):
         keep_log(folder)
@@ -179,15 +175,14 @@ def start_rank() -> None:
 
 
 def retain_freed_memory() -> None:
-    """Have glibc keep what the process frees for the next step, instead of returning every larger block to the kernel
-    and having each of its pages mapped and cleared anew. Without glibc this does nothing."""
+    """Let glibc keep freed memory for the next step: the kernel would map and clear returned pages anew."""
     with contextlib.suppress(AttributeError, OSError):
         for parameter in (-3, -1):  # malloc.h: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
             ctypes.CDLL(None).mallopt(parameter, 2**31 - 1)
 
 
 def end_after(wait: Callable[[], object], name: str, status: int = -signal.SIGKILL) -> None:
-    """Have a thread end this process, with a status or by a signal, when a call that waits for something returns."""
+    """Start a thread that ends this process, with a status or by a signal, when `wait` returns."""
 
     def watch() -> None:
         wait()
@@ -213,19 +208,18 @@ def _end_with_parent() -> None:
 
 
 def keep_log(folder: str) -> None:
-    """Write this rank's lines to its file in a folder from now on, and to the console only if LOG_RANK names the rank,
-    or torchrun itself has started it. A second call does nothing."""
+    """Write this rank's output to a file, and to the console only if LOG_RANK names the rank or torchrun started it."""
     global console, log
     if log != 2 or console != 2:
         return
-    from titanlite.config.regular_file import open_own  # here: it imports pydantic, and signals are handled before
+    from titanlite.config.regular_file import open_own  # imported here, after signals are handled
 
     try:
         os.makedirs(folder, exist_ok=True)
         log = open_own(log_file(folder, int(os.environ.get("RANK", 0))), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError:  # a full disk must not end the run
         log = os.open(os.devnull, os.O_WRONLY)
-    append(log, time.strftime("started %Y-%m-%d %H:%M:%S %z\n"))  # the file may have lines of earlier starts
+    append(log, time.strftime("started %Y-%m-%d %H:%M:%S %z\n"))  # the file may contain lines of earlier starts
     shown = (os.environ.get("LOG_RANK") or "0").split(",")
     if LOG_FOLDER in os.environ and os.environ.get("LOCAL_RANK") not in shown:
         console = os.dup(2)
@@ -243,10 +237,9 @@ _stalled: set[int | IO[str]] = set()
 
 
 def takes_text(file: int | IO[str]) -> bool:
-    """Return whether a file can be written without waiting. For a terminal or a pipe that has stalled, wait once; until
-    it takes something again, all text for it is lost."""
+    """Return whether a file takes text now. A stalled terminal or pipe is waited for once, and then loses text."""
     poll = select.poll()
-    with contextlib.suppress(ValueError):  # a stream that is no file
+    with contextlib.suppress(ValueError):  # the stream has no file descriptor
         poll.register(file, select.POLLOUT)
         if not poll.poll(0 if file in _stalled else SECONDS_OF_A_STALL * 1000):
             _stalled.add(file)
@@ -256,16 +249,15 @@ def takes_text(file: int | IO[str]) -> bool:
 
 
 def append(file: int, text: str) -> None:
-    """Write to a file descriptor, and ignore errors, as those of a full disk."""
+    """Write to a file descriptor, and ignore errors such as a full disk."""
     with contextlib.suppress(OSError):
         if takes_text(file):
             os.write(file, text.encode(errors="backslashreplace"))
 
 
 def print_to_console(text: str, *, hidden: bool = False) -> None:
-    """Write a line, or the lines of a traceback, to the user's console, even from a rank whose lines are hidden, and to
-    the rank's file; with `hidden`, only to the file. Control characters are escaped: the text may be untrusted."""
-    from titanlite.config.loader import printable  # here: it imports pydantic, and signals are handled before
+    """Write text, with control characters escaped, to the rank's log and, unless `hidden`, to the user's console."""
+    from titanlite.config.loader import printable  # imported here, after signals are handled
 
     text = printable(text, keep="\n\t")
     sys.stdout.flush()
@@ -300,7 +292,7 @@ class UnfailingStream:
 
 
 def exit_process(status: int) -> NoReturn:
-    """End the process at once: gloo's threads can abort an interpreter that shuts down, and fail a finished run."""
+    """End the process without Python's shutdown, in which gloo's threads can abort and so fail a finished run."""
     begin_to_end()
     clean_up()
     for stream in (sys.stdout, sys.stderr):

@@ -23,12 +23,11 @@ from titanlite.launch.progress import mark
 
 
 def device_of(launch: Launch) -> torch.device:
-    """Return this rank's device: its own GPU, or the CPU where there is none."""
     return torch.device("cuda", launch.local_rank) if launch.n_devices else torch.device("cpu")
 
 
 def log_rank0(message: str) -> None:
-    """Print a line on the first rank, or in a process without ranks."""
+    """Print a line on the first rank, or in a process without a process group."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(printable(message, keep="\n\t"), flush=True)
 
@@ -37,13 +36,13 @@ def watch(launch: Launch, comm: Comm, dump_folder: str) -> OneRank:
     """Return the object that ends this rank after an error: a Watchdog, if there are other ranks to watch."""
     if launch.world_size == 1:
         return OneRank(launch)
-    from titanlite.launch.watchdog import Watchdog  # imported here, since one rank watches no other
+    from titanlite.launch.watchdog import Watchdog  # imported here: a single rank needs no watchdog
 
     return Watchdog(launch, comm, Path(dump_folder))
 
 
 def options_of_run(config: Section) -> dict[str, Any]:
-    """Return the options that all ranks must share, by `section.key`, and the versions that they run with."""
+    """Return the options that all ranks must share, by `section.key`, and the versions of titanlite and torch."""
     options = {"titanlite": __version__, "torch": str(torch.__version__), **options_by_key(config, without=MAY_DIFFER)}
     return options | ({"own": config.own.digest} if config.own.digest else {})
 
@@ -52,8 +51,8 @@ def options_of_run(config: Section) -> dict[str, Any]:
 def process_group(
     launch: Launch, comm: Comm, dump_folder: str, options: Mapping[str, Any] | None = None
 ) -> Iterator[None]:
-    """Start the process group of all ranks, and destroy it after the body. After a timeout NCCL's flight recorder dumps
-    its last collectives to `dump_folder`. Raises ConfigError if `options`, or the package, differ between ranks."""
+    """Start the process group of all ranks, and destroy it after the with block. A timeout dumps NCCL's last
+    collectives to `dump_folder`. Raises ConfigError if `options` or the package differ between ranks."""
     device = device_of(launch)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -61,7 +60,8 @@ def process_group(
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
             os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", os.path.join(dump_folder, "flight_recorder_rank_"))
-    # With this, a gloo rank connects to another when it first sends to it; otherwise to all ranks, in every group.
+    # gloo connects two ranks of a group when one first sends to the other, and not all pairs of ranks when the group
+    # is created.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     raise_open_file_limit()
     # gloo beside NCCL is for tensors in host memory: the data's identity, steps of checkpoints, the last barrier.
@@ -71,17 +71,17 @@ def process_group(
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     if launch.world_size == 1:  # one rank needs no port
         arguments = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    elif not re.fullmatch(r"[\w.:%-]+:[1-9][0-9]{0,4}", where):  # torchrun has not set it
+    elif not re.fullmatch(r"[\w.:%-]+:[1-9][0-9]{0,4}", where):  # torchrun has not set the address
         raise ConfigError([f"environment: MASTER_ADDR:MASTER_PORT = {show(where)}: expected the place of rank 0"])
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # torchrun's agent keeps its store when it starts ranks anew (torch 2.11 to 2.13), with the addresses of the
-        # old ones, which gloo would connect to.
+        # After a restart, torchrun's store still has the addresses of old ranks (torch 2.11 to 2.13): gloo must not
+        # read them.
         store = ranks_store(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], timeout.total_seconds())
         store = dist.PrefixStore("torch", store)
         arguments = {"store": store, "rank": launch.rank, "world_size": launch.world_size}
     dist.init_process_group(backend, timeout=timeout, **arguments)
     if options and launch.world_size > 1:
-        from titanlite.launch.same_config import require_same  # imported here, since one rank is compared with no other
+        from titanlite.launch.same_config import require_same  # imported here: a single rank has nothing to compare
 
         require_same(options)
     yield
@@ -96,7 +96,7 @@ def set_timeout(device: torch.device, seconds: int) -> None:
     Private: torch.distributed.distributed_c10d._world.pg_map has the groups, also those that FSDP makes; before torch
     2.15, torch.distributed.set_timeout is _set_pg_timeout (tried on 2.11 and 2.13, gloo).
     """
-    if device.type == "cuda":  # collectives in flight keep the timeout that they were started with
+    if device.type == "cuda":  # on CUDA, running collectives keep the old timeout
         torch.cuda.synchronize()
         dist.barrier()
     for group in dist.distributed_c10d._world.pg_map:
@@ -109,14 +109,14 @@ def set_group_timeout(group: dist.ProcessGroup, seconds: int) -> None:
 
 
 def _backstop(seconds: int) -> timedelta:
-    """Return the timeout of process groups. It is longer than the watchdog's, so that the watchdog names the rank."""
+    """Return the timeout of process groups, longer than the watchdog's, so that the watchdog names the failed rank."""
     return timedelta(seconds=seconds + BACKSTOP_SECONDS)
 
 
 @contextlib.contextmanager
 def compared_over_ranks() -> Iterator[Callable[..., None]]:
-    """Return a function that every rank must call with the identities of what it has opened in the body. It raises
-    ConfigError if these differ. Only the watchdog limits the wait: nodes may tokenize for hours longer than others."""
+    """Yield a function with which all ranks must compare the identities of their data; a difference raises ConfigError.
+    Only the watchdog limits the wait, since nodes may tokenize hours longer than others."""
     group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
 
     def compare(*own: str) -> None:

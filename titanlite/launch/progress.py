@@ -1,8 +1,5 @@
-"""The progress of a process: lines about long work, which a log file can keep, and the activity of the main thread.
-
-Any program may note its activity. Only a rank of a training run has a watchdog, which tells a hanging rank from a slow
-one by the activity.
-"""
+"""The progress of a process: lines about long work, and the activity of the main thread, by which the watchdog of a
+training run tells a hanging rank from a slow one."""
 
 import contextlib
 import dataclasses
@@ -15,18 +12,17 @@ from datetime import timedelta
 from titanlite.config.loader import printable
 
 COMPILES = "forward and backward"
-"""The activity that may take long on all ranks in the first step, which compiles."""
+"""The activity that may take long on all ranks in the first step, since it compiles."""
 INTERVAL_SECONDS = 10.0
-"""Seconds until the first line, and between two lines. Work that is shorter prints nothing."""
+"""Seconds before the first line and between two lines; shorter work prints nothing."""
 
 
 @contextlib.contextmanager
 def progress(
     description: str, *, total: int | None = None, unit: str = "", enabled: bool = True
 ) -> Iterator[Callable[..., None]]:
-    """Print a line to standard error every 10 seconds while the body runs: the description, how much of `total` is
-    done, if that is known, and the time. With enabled=False, as on all ranks except one, print nothing. Yield a
-    function to call with the amount done since the last call and, if wanted, a text to add to the line."""
+    """Print the progress of the with block to standard error every 10 seconds, if `enabled`. Yield a function that
+    takes the amount done since its last call, and a text for the line."""
     begin, done, details, finished = time.monotonic(), 0, "", threading.Event()
 
     def advance(amount: int = 1, text: str = "") -> None:
@@ -60,8 +56,8 @@ _seen, _suspended = time.monotonic(), 0.0
 
 
 def now() -> float:
-    """Return seconds on a clock that stands still while the process is suspended, as by SIGSTOP or a frozen container.
-    The watchdog's threads look at it every second; a gap of more than 5 s means that they could not."""
+    """Return seconds on a clock that stands still while the process is suspended, as by SIGSTOP. Calls are at most a
+    second apart otherwise, so a gap of more than 5 s is a suspension."""
     global _seen, _suspended
     seconds = time.monotonic()
     if seconds - _seen > _SUSPENDED_SECONDS:
@@ -79,7 +75,7 @@ class Activity:
     number: int = 0
     """Number of activities begun before: of two ranks, the one with the smaller number is behind."""
     since: float = dataclasses.field(default_factory=now)
-    """When the activity began, or last made progress, by `now`."""
+    """Time, by `now`, at which the activity began or last made progress."""
     limited: bool = True
     """Whether the activity counts as a hang if it takes too long."""
 
@@ -89,16 +85,14 @@ class Activity:
 
 current = Activity()
 train_timeout: float | None = None
-"""comm.train_timeout_seconds, once the first step is done."""
+"""comm.train_timeout_seconds after the first step; None before."""
 _longest: dict[str, float] = {}  # most seconds that each activity has taken, by name
-_longest_at_first: dict[str, float] = {}  # the same, up to the end of the first step, which compiles
+_longest_at_first: dict[str, float] = {}  # _longest of the first step, which includes compilation
 
 
 def mark(name: str, step: int | None = None, *, limited: bool = True) -> None:
-    """Note the activity that the main thread begins now; without a `step`, the last step remains.
-
-    With limited=False it may take any time, because it waits for another rank, whose own activity is limited.
-    """
+    """Record the activity that the main thread begins; without `step`, the last step remains. limited=False: the
+    activity waits for another rank, whose own activity is limited."""
     global current
     begin, last = now(), current
     _longest[last.name] = max(_longest.get(last.name, 0.0), begin - last.since)
@@ -106,13 +100,13 @@ def mark(name: str, step: int | None = None, *, limited: bool = True) -> None:
 
 
 def alive() -> None:
-    """Note that the activity makes progress. A call from any thread except the main thread does nothing."""
+    """Record progress of the current activity; calls from other threads than the main thread are ignored."""
     if threading.current_thread() is threading.main_thread():
         current.since = now()
 
 
 def first_step_done(timeout_seconds: float) -> None:
-    """Note that the first step is done. From now on `timeout_seconds` is the timeout of activities."""
+    """Record the end of the first step, from which on `timeout_seconds` is the timeout of activities."""
     global train_timeout
     mark("end of the first step")
     train_timeout = timeout_seconds
@@ -121,8 +115,8 @@ def first_step_done(timeout_seconds: float) -> None:
 
 
 def is_over(init_timeout_seconds: float) -> bool:
-    """Return whether the activity takes too long: more than the longest time that it has taken before plus the timeout.
-    Until the first step is done, and for an activity that is new then and may compile, this is the initial timeout."""
+    """Return whether the current activity takes longer than its longest time so far plus the timeout. In the first
+    step, and for a new activity, which may compile, the initial timeout applies."""
     before = _longest.get(current.name, _longest_at_first.get(current.name))
     timeout = init_timeout_seconds if before is None or train_timeout is None else train_timeout
     return current.limited and now() - current.since > timeout + (before or 0.0)

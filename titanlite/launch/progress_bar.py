@@ -12,8 +12,7 @@ from titanlite.launch.progress import progress
 
 @contextlib.contextmanager
 def progress_bar(description: str, *, total: int, unit: str, enabled: bool) -> Iterator[Callable[[int], None]]:
-    """Show how much is done, the elapsed time and the time left on standard error while the body runs. Yield a function
-    to call with the amount done since the last call. The arguments are those of titanlite.launch.progress."""
+    """Show a progress bar on standard error during the with block; the interface is that of `progress`."""
     console = Console(stderr=True)
     if not (enabled and console.is_terminal):
         with progress(description, total=total, unit=unit, enabled=enabled) as advance:

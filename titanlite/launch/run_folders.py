@@ -1,4 +1,4 @@
-"""The folders that a run writes. They are checked before the model is built, and one run at a time may use them."""
+"""The folders that a run writes, which are checked before the model is built, and locked against other runs."""
 
 import os
 import tempfile
@@ -13,8 +13,7 @@ from titanlite.launch.process import at_exit
 
 
 def folders_of_run(job: Job, checkpoint: Checkpoint, metrics: Metrics, profiling: Profiling) -> dict[str, Path]:
-    """Return the folders that a run writes, by the options that name them. The token cache's folder is not one of them:
-    a complete cache need not be written, and data.token_cache checks the folder before it tokenizes."""
+    """Return the folders that a run writes, by option, except the token cache, which data.token_cache checks itself."""
     traces, snapshots = profiling.save_traces_folder, profiling.save_memory_snapshot_folder
     folders = {
         "job.dump_folder": (True, ""),
@@ -27,8 +26,8 @@ def folders_of_run(job: Job, checkpoint: Checkpoint, metrics: Metrics, profiling
 
 
 def check_writable(folders: Mapping[str, Path]) -> None:
-    """Create each folder (by the option that names it), and a small temporary file in it. Raises ConfigError with a
-    line for each folder where that fails, as on a full disk, and for each file of the run that is no regular file."""
+    """Create each folder and a temporary file in it. Raises ConfigError with a line for each folder that cannot be
+    written, and for each metrics.jsonl or config.toml that is no regular file."""
     problems = []
     for option, folder in folders.items():
         try:
@@ -48,14 +47,14 @@ def check_writable(folders: Mapping[str, Path]) -> None:
 
 
 def lock_run(folders: Mapping[str, Path], job: Job, lost: Callable[[str], None]) -> None:
-    """Keep other runs out of each folder (by the option that names it) until this process ends. Raises ConfigError if
-    another run has one. If a run takes one over later, `lost` gets a message, and this run must write no more."""
-    options = {folder.resolve(): option for option, folder in reversed(folders.items())}  # each folder once
+    """Lock each folder against other runs until this process ends. Raises ConfigError if another run holds a lock; if
+    another run takes a lock over later, `lost` is called, and this run must stop writing."""
+    options = {folder.resolve(): option for option, folder in reversed(folders.items())}  # the first option of a folder
     locks = []
     for option in reversed(options.values()):
         purpose = f"{option} = {show(str(folders[option]))}"
         advice = f"wait for that run or stop it, or choose another {option}"
         locks.append(FolderLock(folders[option], "run.lock", purpose, advice, lost, job.take_over_lock))
     at_exit.extend(lock.release for lock in locks)
-    with ThreadPoolExecutor(len(locks)) as pool:  # parallel, since each may have to wait for a heartbeat
+    with ThreadPoolExecutor(len(locks)) as pool:  # each lock may have to wait for a heartbeat
         list(pool.map(FolderLock.acquire, locks))

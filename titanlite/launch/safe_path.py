@@ -1,4 +1,4 @@
-"""The working directory is not on the path of modules: a copy.py or random.py there is not Python's."""
+"""Removal of the working directory from Python's path, where a copy.py or random.py would replace Python's."""
 
 import os
 import sys
@@ -7,16 +7,15 @@ PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def leave_working_directory() -> None:
-    """Remove the first folder of this process's path, the working directory or the script's. Only a process's first
-    module may call this, before it imports anything that could be there."""
+    """Remove the working directory, or the script's, from this process's path. Call this before any other import."""
     if not getattr(sys.flags, "safe_path", False):  # Python 3.11 or newer has this option
         del sys.path[0]
 
 
 def keep_children_safe() -> None:
-    """Have the Python processes that this one starts leave the working directory out, and find this titanlite."""
+    """Let Python processes that this process starts leave out the working directory, and find this titanlite."""
     specs = (finder.find_spec("titanlite", sys.path[1:]) for finder in sys.meta_path)
-    installed = next((spec.origin for spec in specs if spec), "")  # the place that children find without PYTHONPATH
+    installed = next((spec.origin for spec in specs if spec), "")  # the titanlite that children find without PYTHONPATH
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if installed != os.path.join(PACKAGE, "__init__.py") and os.path.dirname(PACKAGE) not in paths:
         paths.insert(0, os.path.dirname(PACKAGE))

@@ -15,7 +15,7 @@ from titanlite.files.durable import checksum
 
 
 def code() -> dict[str, str]:
-    """Return a hash of each file of the package's code and tables, not of configs, by its path."""
+    """Return a hash of each file of the package's code and tables, except configs, by the file's path."""
     root = Path(__file__).parents[2]
     tables = (path for path in root.glob("titanlite/**/*.toml") if "configs" not in path.relative_to(root).parts)
     files = [*root.glob("titanlite/**/*.py"), *tables]
@@ -23,10 +23,9 @@ def code() -> dict[str, str]:
 
 
 def require_same(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError, with one line that is the same on all ranks, if options, or the files of the package, differ
-    between ranks. Every rank must call it. Only their hash is sent, unless they differ."""
+    """Raise ConfigError, the same on all ranks, if options or files of the package differ between ranks."""
     options = {**options, **dict(sorted(code().items()))}
-    own_hash = int(checksum(json.dumps(options).encode()), 16) >> 1  # an int64
+    own_hash = int(checksum(json.dumps(options).encode()), 16) >> 1  # shifted right to fit an int64
     extremes = torch.tensor([own_hash, -own_hash])
     dist.all_reduce(extremes, dist.ReduceOp.MAX)
     if not extremes.sum():

@@ -1,11 +1,9 @@
 """Finds the rank that hangs or has died, and ends all ranks with the true cause.
 
-Each rank has a thread that writes a heartbeat to the store of the launch, without collectives, which may hang. A rank
-is silent if its neighbour sees no new heartbeat for the timeout. It hangs if its main thread has been at one activity
-for longer than the longest time that this activity took before plus the timeout. The first rank that finds or has a
-failure records it in the store; all others read it there within seconds, and end.
-
-Keys in the store, below titanlite/ATTEMPT/: `end`, the failure; `rank/N`, the heartbeat of rank N; both JSON.
+Ranks write heartbeats to the launch's store, without collectives, which may hang. A rank is silent if its neighbour
+sees no new heartbeat for the timeout. A rank hangs if its main thread exceeds the longest time of an activity so far by
+the timeout. The first rank that finds or has a failure records the failure in the store, where all other ranks read it
+within seconds. Keys below titanlite/ATTEMPT/: `end`, the failure; `rank/N`, the heartbeat of rank N; both are JSON.
 """
 
 import contextlib
@@ -31,11 +29,11 @@ from titanlite.launch.other_processes import children, send, wait_for_end
 from titanlite.launch.process_table import machine
 
 INTERVAL_SECONDS = 1.0
-"""Seconds between two heartbeats, for up to 1,024 ranks; longer with more, so that the store gets 1,024 per second."""
+"""Seconds between a rank's heartbeats; longer above 1,024 ranks, so that the store gets 1,024 heartbeats per second."""
 
 
 class Watchdog(OneRank):
-    """The heartbeat of one rank, and its view of the others."""
+    """Writes this rank's heartbeats, and watches those of other ranks."""
 
     def __init__(self, launch: Launch, comm: Comm, dump_folder: Path):
         super().__init__(launch)
@@ -43,14 +41,14 @@ class Watchdog(OneRank):
         self.machine = machine()
         self.interval = max(INTERVAL_SECONDS, launch.world_size / 1024)
         self._requests: queue.Queue[tuple[dict[str, Any], queue.Queue[dict[str, Any]]]] = queue.Queue()
-        self._answered = progress.now()  # the store's last answer
+        self._answered = progress.now()  # time of the store's last answer
         self._finished, self._begun = threading.Event(), False
         self._looked = -math.inf  # the last time that this rank read all heartbeats
         self._store: Any = None
 
     @property
     def timeout(self) -> float:
-        """Seconds without a sign of life, or without progress, after which a rank hangs; at least 3 intervals."""
+        """Seconds without a sign of life, or progress, after which a rank counts as hanging; at least 3 intervals."""
         return max(3 * self.interval, progress.train_timeout or self.comm.init_timeout_seconds)
 
     def __enter__(self) -> None:
@@ -64,18 +62,15 @@ class Watchdog(OneRank):
         if kind is None:  # after an exception both threads keep running until end()
             self._finished.set()
 
-    # Failures of this rank -------------------------------------------------------------------------------------------
-
     def end(self, message: str, status: int, *, lost_connection: bool = False) -> None:
-        """End this process because of an error, and with it all ranks. The first failure of all ranks is printed, once
-        for each node. With lost_connection, wait for the failure of another rank."""
+        """End all ranks after an error; each node prints the first. lost_connection: wait for another rank's error."""
         deadline = time.monotonic() + RECORD_SECONDS
         while lost_connection and self._begun and time.monotonic() < deadline:
-            time.sleep(0.1)  # the thread ends this process when it reads a record
+            time.sleep(0.1)  # _beat ends this process when it reads a failure
         self._end(self._recorded(self._record(message, status)))
 
     def stopped(self) -> None:
-        """Tell the other ranks that a signal has ended this one before there was anything to save."""
+        """Tell the other ranks that a signal has ended this rank before there was anything to save."""
         self._recorded(self._record("", status=process.STOPPED if process.STARTED_BY in os.environ else 0))
 
     def _record(self, message: str, status: int = 1, **more: Any) -> dict[str, Any]:
@@ -91,7 +86,7 @@ class Watchdog(OneRank):
         return record
 
     def _end(self, record: dict[str, Any]) -> None:
-        """Print a failure if this rank is to do so, and end the process."""
+        """Print a failure, on one rank per node, and end the process."""
         process.begin_to_end()
         own = record["rank"] == self.launch.rank
         speaks = own or (record["machine"] != self.machine and self.launch.local_rank == 0)
@@ -99,10 +94,10 @@ class Watchdog(OneRank):
             process.with_deadline(self._dump_stacks)
             hanging = record["hanging"]
             if hanging.get("silent") and hanging["machine"] == self.machine and hanging["rank"] != self.launch.rank:
-                send([hanging["process"]], signal.SIGKILL)  # stopped, it would not end by itself
+                send([hanging["process"]], signal.SIGKILL)  # a rank that is stopped by SIGSTOP cannot end by itself
         process.clean_up()
         if record["message"]:
-            if speaks and self.launch.local_world_size > 1:  # this rank's message must be the last line
+            if speaks and self.launch.local_world_size > 1:  # print this rank's message last, after other ranks' lines
                 wait_for_end({*children(os.getppid())} - {os.getpid()}, RECORD_SECONDS)
             process.print_to_console(record["message"], hidden=not speaks)
         process.exit_process(record["status"])
@@ -117,10 +112,8 @@ class Watchdog(OneRank):
         if path := os.environ.get("TORCH_FR_DUMP_TEMP_FILE"):
             _dump_flight_recorder(Path(f"{path}{self.launch.rank}"))
 
-    # Heartbeats ------------------------------------------------------------------------------------------------------
-
     def _beat(self) -> None:
-        """Write heartbeats, read the next rank's, and record failures. It is a thread, since the store may be slow."""
+        """Write heartbeats, read the next rank's, and record failures, in a thread, since the store may be slow."""
         rank, neighbour = self.launch.rank, (self.launch.rank + 1) % self.launch.world_size
         own, theirs = f"rank/{rank}", f"rank/{neighbour}"
         last_beat, seen, failing_since, numbers = None, 0.0, None, itertools.count()
@@ -155,23 +148,22 @@ class Watchdog(OneRank):
         return {"beat": number, **place, **now, "seconds": round(progress.now() - activity.since)}
 
     def _write_end(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Record a failure, unless the store has one, and return the first failure."""
         return json.loads(self._store.compare_set("end", "", json.dumps(record)))
 
     def _own_hang(self) -> dict[str, Any] | None:
-        """Return the record of a hang if this rank's main thread has not moved for too long."""
+        """Return the record of a hang if this rank's main thread takes too long for its activity."""
         now, world_size = progress.now(), self.launch.world_size
         if not progress.is_over(self.comm.init_timeout_seconds) or now - self._looked < 60:
             return None
         self._looked = now
-        if world_size > 64:  # twice as many ranks look each second, until one finds the cause
+        if world_size > 64:  # each second, twice as many ranks read all heartbeats
             time.sleep(math.log2(1 + self.launch.rank))
             if self._store.check(["end"]):
                 return None
         return self._hang()
 
     def _watch(self) -> None:
-        """End this rank if the store does not answer for the timeout, as when the network is cut."""
+        """End this rank if the store does not answer within the timeout, as without a network."""
         while not self._finished.wait(1):
             if self._store and progress.now() - self._answered > self.timeout:
                 self._lost_store(f"no answer for {self.timeout} s")
@@ -180,11 +172,10 @@ class Watchdog(OneRank):
         store = f"the launch's store at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         message = f"error: rank {self.launch.rank} on {socket.gethostname()} lost the connection to {store}: {reason}; "
         message += "the first node, its launcher or the network has failed"
-        self._end(self._record(message if self.launch.local_rank == 0 else ""))  # once per node
+        self._end(self._record(message if self.launch.local_rank == 0 else ""))  # one message per node
 
     def _hang(self, silent: int | None = None) -> dict[str, Any] | None:
-        """Return the record of a hang: of a silent rank, or of the ranks that are behind all others; None if all ranks
-        compile in the first step, which may take long."""
+        """Return the record of a hang: a silent rank, or the slowest ranks; None if all ranks may be compiling."""
         keys, missing = [f"rank/{rank}" for rank in range(self.launch.world_size)], []
         if not self._store.check(keys):
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
@@ -202,7 +193,7 @@ class Watchdog(OneRank):
         else:
             least = min(beat["number"] for beat in beats.values())
             last = [rank for rank, beat in beats.items() if beat["number"] == least]
-            # At the same activity, ranks without a limit wait for a rank with one.
+            # Ranks whose activity has no time limit wait for a rank whose activity has one.
             behind = [rank for rank in last if beats[rank]["limited"]] or last
             first = beats[behind[0]]
             hanging = {"rank": behind[0], **first}

@@ -1,1 +1,1 @@
-"""The outputs of a run: console, metrics.jsonl, TensorBoard, profiles, and a record of its hardware and versions."""
+"""The outputs of a run: console, metrics.jsonl, TensorBoard, profiles, and a record of hardware and versions."""

@@ -1,8 +1,5 @@
-"""Accelerators by name: their data sheets' peak rates, memory and bandwidths, from devices.toml.
-
-The plan and the MFU of a run read the same table. A private device can be a TOML file with the keys of `Device`, named
-by `plan.device`.
-"""
+"""Accelerators by name: peak rates, memory and bandwidths of their data sheets, from devices.toml, for plans and MFU. A
+user may describe another device in a TOML file with the keys of `Device`, named by plan.device."""
 
 import itertools
 import os
@@ -13,7 +10,7 @@ from pydantic import AfterValidator, Field, ValidationError
 
 from titanlite.config.loader import ConfigError, Section, did_you_mean, expectation, read_toml, show
 
-Rate = Annotated[float, Field(ge=1e-18, le=1e30)]  # these bounds keep quotients finite and above 0
+Rate = Annotated[float, Field(ge=1e-18, le=1e30)]  # within these bounds, quotients of rates are finite and above 0
 TwoRates = Annotated[list[Rate], Field(min_length=2, max_length=2)]
 ThreeRates = Annotated[list[Rate], Field(min_length=3, max_length=3)]
 FourRates = Annotated[list[Rate], Field(min_length=4, max_length=4)]
@@ -35,46 +32,43 @@ def _with_mul(operators: dict[str, list[list[float]]]) -> dict[str, list[list[fl
 
 
 class MeasuredCollective(Section):
-    """How long a collective takes in one process group."""
+    """The measured times of a collective in one process group."""
 
     name: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send"]
     ranks: Annotated[int, Field(ge=2)]
-    """Ranks of the group."""
     nodes: Annotated[int, Field(ge=1)]
-    """Nodes that these ranks are on."""
+    """Number of nodes of the group's ranks."""
     points: Points
-    """Pairs of the bytes of the full tensor and the seconds, in ascending order of bytes."""
+    """Pairs of bytes of the full tensor and seconds, in ascending order of bytes."""
 
 
 class Measured(Section):
-    """What `titanlite calibrate` has measured on a device."""
+    """The measurements of `titanlite calibrate` on a device."""
 
     torch: str
-    """Version of PyTorch."""
     ranks: Annotated[int, Field(ge=1)]
-    """Ranks that measured at the same time. On a CPU they share its cores."""
+    """Number of ranks that measured at the same time; on a CPU, ranks share the cores."""
     matmul: dict[Literal["bf16", "fp8", "fp32"], Annotated[list[FourRates], Field(min_length=1)]]
-    """m, n and k of a product [m, k] x [k, n], and its FLOP/s, by data type."""
+    """For each dtype, the m, n, k and FLOP/s of matrix products [m, k] x [k, n]."""
     attention: Annotated[list[ThreeRates], Field(min_length=1)]
-    """Tokens of a causal sequence, head_dim, and FLOP/s of the forward."""
+    """Tokens of a causal sequence, head_dim, and FLOP/s of the forward of attention."""
     attention_backward: Annotated[list[ThreeRates], Field(min_length=1)]
-    """The same for the backward."""
+    """Tokens of a causal sequence, head_dim, and FLOP/s of the backward of attention."""
     operators: Annotated[dict[str, Points], AfterValidator(_with_mul)]
-    """Bytes read and written, and seconds, by operator, from fewer bytes to more; "mul" stands for all that are not
-    named."""
+    """For each operator, pairs of bytes read and written and seconds, ascending; "mul": operators without a name."""
     operator_seconds: Rate
-    """How long the host takes to dispatch an operator, with autograd and modules, besides the operator itself."""
+    """Seconds that the host takes to dispatch an operator, with autograd and modules."""
     dtensor_seconds: Rate
-    """How long the host takes for an operator on DTensors, besides the operators that this operator dispatches."""
+    """Seconds that the host takes for an operator on DTensors, besides the operators that this operator dispatches."""
     slowdown: Annotated[float, Field(ge=0)]
     """The fraction by which a matrix product is slower while a collective runs at the same time."""
     collectives: list[MeasuredCollective]
     spread: dict[str, Annotated[float, Field(ge=0)]]
-    """The fraction by which each group of times may differ from what the plan expects."""
+    """For each group of times, the fraction by which the plan's estimate may be wrong."""
 
 
 class Device(Section):
-    """One accelerator of a node, and its interconnects."""
+    """The figures of an accelerator and its interconnects."""
 
     bf16: Rate
     """Dense bfloat16 matrix products, FLOP/s."""
@@ -83,7 +77,7 @@ class Device(Section):
     fp32: Rate
     """Float32 matrix products, FLOP/s."""
     memory: Rate
-    """Memory that a process can use, bytes."""
+    """Device memory that a process can use, bytes."""
     memory_bandwidth: Rate
     """Bandwidth of device memory, bytes/s."""
     interconnect_bandwidth: Rate
@@ -91,25 +85,25 @@ class Device(Section):
     network_bandwidth: Rate
     """Bandwidth to other nodes, per device and in one direction, bytes/s."""
     host_bandwidth: Rate = 64e9
-    """Bandwidth between host memory and the device, in one direction, bytes/s: what CPU offload and saving copy."""
+    """Bandwidth between host memory and the device, one direction, bytes/s; limits CPU offload and checkpoint saves."""
     host_memory_bandwidth: Rate = 77e9
-    """Bandwidth of the node's host memory, per device, bytes/s: the CPU's optimizer step under CPU offload."""
+    """Bandwidth of host memory, per device, bytes/s; limits the CPU's optimizer step under CPU offload."""
     storage_bandwidth: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Bandwidth of a node's writes to the folder of checkpoints, bytes/s; 0: unknown, the plan assumes a range."""
+    """Bandwidth of a node's writes to the checkpoint folder, bytes/s; 0: unknown, and the plan assumes a range."""
     watts: Rate
     """Power at full load, W."""
     devices_per_node: Annotated[int, Field(ge=1)]
-    """Devices of a node, unless plan.devices_per_node says otherwise."""
+    """Number of devices of a node, if plan.devices_per_node = -1."""
     source: str
-    """The source of the figures."""
+    """The data sheet or measurement that the figures are from."""
     name_pattern: str = ""
-    """Part of the name that torch.cuda.get_device_name reports; empty: none."""
+    """A part of the name that torch.cuda.get_device_name returns for this device; empty: no such name is known."""
     architecture: Literal["ampere", "hopper", "blackwell", "ada", "cdna3"] = "hopper"
-    """Architecture whose efficiencies the plan uses (tools/plan/efficiency.py), except for a CPU or with `measured`."""
+    """The architecture whose efficiencies (tools/plan/efficiency.py) a plan uses for a GPU without `measured`."""
     kind: Literal["gpu", "cpu"] = "gpu"
-    """cpu: operators run on the host itself, one after the other."""
+    """cpu: operators run on the host, one after the other, not on a device beside the host."""
     measured: Union[Measured, None] = None
-    """What `titanlite calibrate` has measured; None: the plan uses the rates above."""
+    """Measurements of `titanlite calibrate`; None: the plan uses the data sheet's rates."""
 
 
 DEVICES = {
@@ -119,14 +113,13 @@ DEVICES = {
 
 
 def find_by_gpu_name(name: str) -> Device | None:
-    """Return the device whose name torch.cuda.get_device_name reports, or None. Narrower patterns come first."""
+    """Return the first device whose name_pattern is in `name`, from torch.cuda.get_device_name; None without one."""
     return next((device for device in DEVICES.values() if device.name_pattern and device.name_pattern in name), None)
 
 
 def find_device(name: str) -> Device:
-    """Return a device by its name in DEVICES, or from a TOML file with the keys and units of `Device`.
-
-    Raises ConfigError if there is none, or a key of the file is missing, unknown or wrong."""
+    """Return the device with a name in DEVICES, or the device of a TOML file with the keys and units of `Device`.
+    Raises ConfigError for an unknown name, or a missing, unknown or wrong key of the file."""
     if name in DEVICES:
         return DEVICES[name]
     file = Path(os.path.expanduser(name))

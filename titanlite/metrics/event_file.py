@@ -1,8 +1,5 @@
-"""TensorBoard's event files, written by the thread that trains.
-
-torch's SummaryWriter writes in a thread of its own. At the first error, as on a full disk, that thread ends for good,
-and it may leave part of a record, at which readers stop.
-"""
+"""TensorBoard's event files, written by the thread that trains. The thread of torch's SummaryWriter would end at its
+first error, as on a full disk, and may leave part of a record, at which TensorBoard stops reading."""
 
 import io
 import os
@@ -20,8 +17,8 @@ from titanlite.files.appended_file import AppendedFile
 
 
 class EventFile:
-    """Writes the events of one run, from `first_step` on, into a new file of a folder. Events that an earlier run wrote
-    there for that step and later ones are no longer shown."""
+    """Writes the events of one run from `first_step` on into a new file of a folder. From the same step on, TensorBoard
+    hides events of earlier runs in the folder."""
 
     def __init__(self, folder: Path, first_step: int):
         name = f"events.out.tfevents.{time.time_ns() // 10**9:010}.{platform.node()}.{os.getpid()}"
@@ -30,7 +27,7 @@ class EventFile:
         self.begin(first_step)
 
     def begin(self, first_step: int) -> None:
-        """Begin again at a step: earlier events for this step and later ones are no longer shown."""
+        """Have TensorBoard hide all earlier events from `first_step` on."""
         self._write(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
 
     def _write(self, event: Event) -> None:
@@ -40,14 +37,12 @@ class EventFile:
         self.file.append(record.getvalue())
 
     def add_scalars(self, values: dict[str, float], step: int) -> None:
-        """Write the values of a step by tag."""
         scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         self._write(Event(step=step, summary=Summary(value=scalars)))
 
     def add_histogram(self, tag: str, values: Tensor, step: int) -> None:
-        """Write the distribution of some numbers, in 30 intervals of the same width."""
+        """Write the distribution of `values` as a histogram of 30 equal intervals."""
         self._write(Event(step=step, summary=summary.histogram(tag, values, bins=30)))
 
     def add_text(self, tag: str, text: str, step: int = 0) -> None:
-        """Write a text, which is shown as Markdown."""
         self._write(Event(step=step, summary=summary.text(tag, text)))

@@ -1,4 +1,4 @@
-"""The floating-point operations of a model, by which MFU is counted."""
+"""Count the floating-point operations of a model, for MFU."""
 
 from collections.abc import Mapping
 
@@ -7,11 +7,10 @@ from titanlite.config.schema import Model
 
 def flops_per_token(sizes: Mapping[str, int], model: Model, seq_len: int) -> int:
     """Return the floating-point operations to train on one token: 6 N + 12 L H K T, the convention of torchtitan and of
-    the PaLM paper (arXiv:2204.02311, appendix B), from the number of elements of each parameter of the full model. N
-    counts every weight that is multiplied with a token's activations: not the input embedding, a look-up, unless it is
-    tied to the output head, and of experts those that a token is sent to. 12 L H K T is attention without a causal
-    mask, where T is at most the layer's sliding window; 6 L H (K + V) T if value heads have another width V (latent
-    attention). Recomputed activations do not count."""
+    the PaLM paper (arXiv:2204.02311, appendix B). `sizes`: the elements of each parameter of the full model. N counts
+    every weight that multiplies a token's activations: an input embedding counts only if it is tied to the output head,
+    and only as many experts as a token is sent to. 12 L H K T counts attention without a causal mask, where T is at
+    most the layer's sliding window, or 6 L H (K + V) T if values have width V. Recomputed activations add nothing."""
     looked_up = ("position_embeddings",) if model.tie_embeddings else ("position_embeddings", "tok_embeddings")
     counted = [n for name, n in sizes.items() if not name.startswith(looked_up)]
     experts = sum(n for name, n in sizes.items() if ".experts." in name)

@@ -1,4 +1,4 @@
-"""Metrics of a run: the console line, TensorBoard and metrics.jsonl; tokens per second, MFU and peak memory."""
+"""Compute tokens per second, MFU and peak memory; write metrics to the console, TensorBoard and metrics.jsonl."""
 
 import contextlib
 import io
@@ -27,15 +27,15 @@ VALIDATION_LOSS = "validation_metrics/global_avg_loss"
 
 
 class PeakFlops:
-    """Finds the peak FLOP/s of one GPU, to which model FLOPs utilization (MFU) is relative. For bfloat16 on a known GPU
-    it is from the data sheet, otherwise from the fastest of ten products of two square matrices. A CPU has none, since
-    its rate depends on what else its cores do. `source` says in words where `flops` is from."""
+    """Finds the peak FLOP/s of one GPU, to which model FLOPs utilization (MFU) is relative. For bfloat16 on a GPU of
+    devices.toml, the peak is from the data sheet; otherwise, the fastest of ten matrix products is measured. A CPU has
+    no peak (0), since other work shares its cores. `source` tells in words where `flops` is from."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
         self.flops, self.source = 0.0, "none on a CPU"
         if device.type != "cuda":
             return
-        from titanlite.metrics.devices import find_by_gpu_name  # imported here, since a CPU is in no table
+        from titanlite.metrics.devices import find_by_gpu_name  # imported here: only a run on a GPU needs it
 
         name, n = torch.cuda.get_device_name(device), 8192
         if dtype == torch.bfloat16 and (known := find_by_gpu_name(name)):
@@ -52,8 +52,8 @@ class PeakFlops:
 
 
 def peak_memory(device: torch.device) -> tuple[float, float]:
-    """Return this rank's peak memory in GiB since the last call: (in active tensors, reserved by the allocator). A CPU
-    has no such allocator: both are the peak resident set of the process since its start."""
+    """Return this rank's peak memory in GiB since the last call: (in active tensors, reserved by the allocator). On a
+    CPU, both numbers are the peak resident set of the process since its start."""
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -64,8 +64,7 @@ def peak_memory(device: torch.device) -> tuple[float, float]:
 
 
 class ThroughputMeter:
-    """Measures one rank's step time, tokens per second and MFU. `tokens_per_step` is the number of tokens of the global
-    batch per rank, and `flops_per_token` the result of flops.flops_per_token."""
+    """Measures step time, tokens per second and MFU of one rank, with `tokens_per_step` tokens of each global batch."""
 
     def __init__(self, device: torch.device, *, tokens_per_step: float, flops_per_token: int, peak: PeakFlops):
         self.device, self.tokens_per_step = device, tokens_per_step
@@ -78,14 +77,14 @@ class ThroughputMeter:
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Count the body as data loading."""
+        """Count the time of the body of the with statement as data loading."""
         start = time.perf_counter()
         yield
         self._data_seconds += time.perf_counter() - start
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the body (validation, saving) out of the step time."""
+        """Leave the body of the with statement, such as a validation or a save, out of the step time."""
         start = time.perf_counter()
         yield
         self._start += time.perf_counter() - start
@@ -94,7 +93,7 @@ class ThroughputMeter:
         self._steps += 1
 
     def metrics(self) -> dict[str, float]:
-        """Return values by tag since the last call; throughput is per rank."""
+        """Return this rank's throughput, times and peak memory since the last call, by tag."""
         seconds = time.perf_counter() - self._start
         self.seconds_per_step = seconds / self._steps
         tokens_per_second = self.tokens_per_step / self.seconds_per_step
@@ -114,7 +113,7 @@ class ThroughputMeter:
 
 
 def step_values(loss: float, largest: float, norm: float, lr: float, counts: Sequence[int]) -> dict[str, float]:
-    """Return the values of a step by tag: losses in nats, norm, learning rate, and what a loader's counts say."""
+    """Return a step's losses in nats, gradient norm, learning rate and numbers of tokens (from `counts`), by tag."""
     positions, _, padding, _ = counts
     return {
         "loss_metrics/global_avg_loss": loss,
@@ -130,28 +129,27 @@ class Logger:
     """The logger of all ranks except the first: it writes nothing."""
 
     def begin(self, last_step: int) -> None:
-        """Prepare the files of a run that begins after a step, 0 for a new one."""
+        """Prepare the files of a run that begins after `last_step`; 0: a new run."""
 
     def log(self, step: int, values: Mapping[str, Any], seconds_per_step: float) -> None:
-        """Write the values of a step by tag, if there are any. In metrics.jsonl, values that are not finite are null. A
-        tensor is a histogram in TensorBoard."""
+        """Write a step's values by tag, if any; nan and inf as null in metrics.jsonl, tensors as histograms."""
 
     def log_samples(self, step: int, prompts: Sequence[str], texts: Sequence[str]) -> None:
-        """Write the texts that follow some prompts, to the console a line each."""
+        """Write prompts and the generated texts that follow them, one line each on the console."""
 
     def remove_after(self, step: int) -> None:
-        """Remove what was logged for later steps, since the weights are again those of this step."""
+        """Remove the logged values of all later steps, after the run has returned to the weights of `step`."""
 
     def close(self) -> None:
-        """Write the records that a full disk has delayed, or print that they are lost."""
+        """Write the records that a full disk has delayed, or print a line if they are lost."""
 
 
 class MetricsLogger(Logger):
     """Writes rank 0's console lines, metrics.jsonl, TensorBoard and config.toml, whose text is `config`.
 
-    A new run moves the files of an earlier one to previous/DATE. A resumed run removes what was logged after the step
-    that it resumes from, and raises ConfigError if it cannot. Later, if a file cannot be written, as on a full disk,
-    one line is printed to stderr. `steps` is the run's last step.
+    A new run moves the files of an earlier run to previous/DATE. A resumed run removes the values of steps after its
+    checkpoint's. `begin` raises ConfigError if files cannot be changed. Later, if a file cannot be written, as on a
+    full disk, one line is printed to stderr. `steps`: the run's last step.
     """
 
     def __init__(self, dump_folder: Path, metrics: Metrics, *, steps: int, config: str):
@@ -174,13 +172,13 @@ class MetricsLogger(Logger):
         except OSError as error:
             report(str(self.folder / "config.toml"), error, "training continues without it")
         if tb_folder:
-            from titanlite.metrics.event_file import EventFile  # here: TensorBoard is imported by rank 0 only
+            from titanlite.metrics.event_file import EventFile  # imported here: only rank 0 needs TensorBoard
 
             self.tensorboard = EventFile(self.folder / tb_folder, first_step=last_step + 1)
             self.tensorboard.add_text("config", "\n".join(f"    {line}" for line in self.config.splitlines()))
 
     def log(self, step: int, values: Mapping[str, Any], seconds_per_step: float) -> None:
-        """Write values by tag to all three places."""
+        """Write values by tag to the console, metrics.jsonl and TensorBoard."""
         histograms = {tag: value for tag, value in values.items() if isinstance(value, Tensor)}
         values = {tag: value for tag, value in values.items() if tag not in histograms}
         if not values:
@@ -216,19 +214,19 @@ class MetricsLogger(Logger):
 def _move_to_previous(folder: Path, names: list[str]) -> None:
     previous, moved = folder / "previous" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S.%f"), []
     for path in (folder / name for name in names):
-        is_folder = path.is_dir()  # TensorBoard's folder stays, with this run's lock
+        is_folder = path.is_dir()  # move only the files of TensorBoard's folder: the folder has this run's lock
         files = list(path.glob("events.out.tfevents.*")) if is_folder else [path] if path.exists() else []
         for file in files:
             target = previous / path.resolve().name if is_folder else previous
             target.mkdir(parents=True, exist_ok=True)
-            shutil.move(file, target)  # works across file systems
+            shutil.move(file, target)  # unlike rename, move works across file systems
         moved += [path.name] if files else []
     if moved:
         print(f"moved an earlier run's {', '.join(moved)} to {previous}", flush=True)
 
 
 def _remove_later_steps(path: Path, last_step: int) -> None:
-    """Remove the lines after a step from a metrics.jsonl. Damaged ones are moved to metrics.jsonl.damaged."""
+    """Remove the lines of later steps from a metrics.jsonl, and move damaged lines to metrics.jsonl.damaged."""
     content = read_file(path, path.stat().st_size) if path.exists() else b""
     earlier, damaged = [], []
     for line in io.BytesIO(content):

@@ -1,4 +1,4 @@
-"""The uses of a rank's memory when it has run out."""
+"""Explain what uses a rank's memory when an allocation has failed."""
 
 import gc
 import os
@@ -15,19 +15,19 @@ from titanlite.launch.process import print_to_console
 from titanlite.metrics.logger import peak_memory
 
 OUT_OF_MEMORY = re.compile("out of memory|[Cc]an(no|')t allocate memory|start new thread|CUBLAS_STATUS_ALLOC_FAILED")
-"""Matches errors of torch, CUDA, cuBLAS, Python and the system."""
+"""Matches the messages of torch, CUDA, cuBLAS, Python and the operating system for a failed allocation."""
 
 
 def explain_out_of_memory(error: Exception) -> Exception:
-    """Return an error that tells what uses the memory, if `error` says that memory has run out; otherwise `error`. In
-    the first case the traceback is only in the rank's file."""
+    """Return an error that tells what uses the memory if `error` is a failed allocation, whose traceback then goes to
+    the rank's log file only. Return any other `error` unchanged."""
     is_of_system = isinstance(error, RuntimeError | OSError) and OUT_OF_MEMORY.search(f"{error}")
     if not isinstance(error, MemoryError) and not is_of_system:
         return error
     print_to_console("".join(traceback.format_exception(error)).rstrip(), hidden=True)
     of_host = isinstance(error, MemoryError | OSError) or "DefaultCPUAllocator" in f"{error}"
     device = torch.device("cuda" if torch.cuda.is_initialized() and not of_host else "cpu")
-    gc.unfreeze()  # get_objects does not find frozen objects
+    gc.unfreeze()  # gc.get_objects does not return frozen objects
     optimizers = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
     weights = [weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"]]
     states = [state for optimizer in optimizers for each in optimizer.state.values() for state in each.values()]
@@ -45,6 +45,6 @@ def explain_out_of_memory(error: Exception) -> Exception:
 
 
 def _bytes_on(device: torch.device, values: list[Any]) -> int:
-    """Return the bytes of this rank's shards of `values` on this type of device."""
+    """Return the bytes of this rank's shards of `values` on the given type of device."""
     shards = plain_tensors({str(number): value for number, value in enumerate(values) if torch.is_tensor(value)})
     return sum({shard.data_ptr(): shard.nbytes for shard in shards if shard.device.type == device.type}.values())

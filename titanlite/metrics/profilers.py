@@ -1,4 +1,4 @@
-"""Chrome traces and CUDA memory snapshots of a running training."""
+"""Write Chrome traces and CUDA memory snapshots of a run, the latter also when the run is out of memory."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -9,12 +9,11 @@ import torch
 from titanlite.config.schema import Job, Profiling
 from titanlite.launch.progress import mark
 
-StepDone = Callable[[int], None]  # called after each step with its number
+StepDone = Callable[[int], None]  # a function to call after each step, with the step's number
 
 
 @contextmanager
 def run_profilers(job: Job, profiling: Profiling, rank: int) -> Iterator[StepDone]:
-    """Run the enabled profilers; yield a function to call after each step."""
     folder, freq, enabled = Path(job.dump_folder), profiling.profile_freq, []
     if profiling.enable_profiling:
         enabled.append(traces(folder / profiling.save_traces_folder, freq, rank))
@@ -33,7 +32,7 @@ def run_profilers(job: Job, profiling: Profiling, rank: int) -> Iterator[StepDon
 
 @contextmanager
 def traces(folder: Path, freq: int, rank: int) -> Iterator[StepDone]:
-    """Write a trace of one step in `freq` to folder/step_N/rankR.json (open it in ui.perfetto.dev)."""
+    """Write a trace of one step in every `freq` to folder/step_N/rankR.json (open the file in ui.perfetto.dev)."""
     step = 0
 
     def write(profiler: torch.profiler.profile) -> None:
@@ -47,7 +46,7 @@ def traces(folder: Path, freq: int, rank: int) -> Iterator[StepDone]:
         profiler.step()
 
     schedule = torch.profiler.schedule(wait=freq - 4, warmup=3, active=1)
-    with torch.profiler.profile(schedule=schedule, on_trace_ready=write) as profiler:  # CPU, and CUDA if any
+    with torch.profiler.profile(schedule=schedule, on_trace_ready=write) as profiler:  # traces the CPU, and CUDA if any
         yield step_done
 
 
@@ -55,9 +54,7 @@ def traces(folder: Path, freq: int, rank: int) -> Iterator[StepDone]:
 def memory_snapshots(folder: Path, freq: int, rank: int) -> Iterator[StepDone]:
     """Write memory snapshots, which name the code behind each GPU allocation (open them in pytorch.org/memory_viz), to
     folder/step_N/rankR.pickle every `freq` steps and to folder/out_of_memory/rankR.pickle on an out-of-memory error.
-
-    Private: two functions of torch.cuda.memory, which PyTorch's documentation of memory snapshots names all the same.
-    """
+    Private: two functions of torch.cuda.memory, which PyTorch's guide to memory snapshots nevertheless documents."""
     torch.cuda.memory._record_memory_history(max_entries=100_000)
 
     def write(name: str) -> None:

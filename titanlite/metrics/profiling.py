@@ -1,4 +1,4 @@
-"""Whether a running training is profiled, and when Python collects garbage."""
+"""Start the enabled profilers of a run, and decide when Python collects garbage."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -11,15 +11,15 @@ def profilers(job: Job, profiling: Profiling, rank: int) -> AbstractContextManag
     """Return a context that runs the enabled profilers, and yields a function to call with each step's number."""
     if not (profiling.enable_profiling or profiling.enable_memory_snapshot):
         return nullcontext(lambda step: None)
-    from titanlite.metrics.profilers import run_profilers  # imported here, since few runs are profiled
+    from titanlite.metrics.profilers import run_profilers  # imported here: few runs are profiled
 
     return run_profilers(job, profiling, rank)
 
 
 @contextmanager
 def collected_garbage() -> Iterator[Callable[[int, int], None]]:
-    """Have Python collect garbage only when told to, on all ranks in the same step. Yield a function to call after each
-    step with its number and training.gc_freq."""
+    """Disable automatic garbage collection. Yield a function to call after each step with its number and
+    training.gc_freq: it collects garbage in the same steps on all ranks."""
     gc.collect()
     gc.freeze()
     gc.disable()

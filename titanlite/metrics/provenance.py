@@ -1,4 +1,4 @@
-"""Provenance of a run: the versions, git revision and hardware that it takes to repeat it."""
+"""The provenance of a run: the versions, git revision and hardware that one needs to know to repeat the run."""
 
 import platform
 import subprocess
@@ -21,7 +21,7 @@ def describe(device: torch.device, world_size: int) -> str:
 
 
 def git_revision() -> str:
-    """Return the revision of this file's checkout, marked if it has uncommitted changes; or "without git"."""
+    """Return the git revision of this file's checkout, with "-dirty" for uncommitted changes; or "without git"."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         result = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)

@@ -1,23 +1,23 @@
-"""The first lines of a run: which model trains on which data, in which precision, over which ranks."""
+"""The first lines that a run prints: the model, the data, the precision and the layout."""
 
 import torch
 
 from titanlite.config import Config
 from titanlite.config.loader import show
 from titanlite.config.model_sizes import SIZES
-from titanlite.config.schema import QUANTIZED_STATES, Model, stage_modules
+from titanlite.config.schema import QUANTIZED_STATES, SEEDED, Model, stage_modules
 from titanlite.data.packing import Sequences, SplitSequences
 
 
 def run_summary(
     config: Config, n_parameters: int, sequences: Sequences, validation: SplitSequences | None, peak_flops_source: str
 ) -> str:
-    """Return the lines that rank 0 prints before the first step; `peak_flops_source` says what MFU is relative to."""
+    """Return the lines that rank 0 prints before the first step. `peak_flops_source`: PeakFlops.source, for MFU."""
     training, model, groups = config.training, config.model, config.fault_tolerance
     attention = "12LDT" if model.n_heads * model.head_dim == model.dim else "12LHKT"
     attention = "6LH(K+V)T" if model.mla.kv_lora_rank else attention
     dataset = "own" if config.own.data else "mixture" if training.datasets else training.dataset
-    padding = "; tok/s and MFU count padding, too" * (training.packing == "best_fit")  # best_fit alone pads
+    padding = "; tok/s and MFU count padding, too" * (training.packing == "best_fit")  # other packings do not pad
     of_flavor = SIZES.get(model.flavor, model.model_dump())["vocab_size"]
     larger = f" for the tokenizer ({model.flavor}: {of_flavor})" if model.vocab_size > of_flavor else ""
     windows = {layer.sliding_window for layer in model.of_layers()}
@@ -46,13 +46,13 @@ def run_summary(
 
 
 def account(positions: int, masked: int, padding: int, cut: int) -> str:
-    """Return the line about the use of all positions since the first step, and the number of documents cut."""
+    """Return a line about all positions since the first step, as trained on, masked or padding, and documents cut."""
     trained = f"account    {positions - masked - padding:,} of {positions:,} positions trained on"
     return f"{trained}, {masked:,} masked, {padding:,} padding; {cut:,} documents cut by the end of a sequence"
 
 
 def family_summary(model: Model) -> str:
-    """Return the options in which a model differs from a plain Llama, with a comma at the end; "" if there are none."""
+    """Return the options in which a model differs from a plain Llama, with a comma behind each; "" for a Llama."""
     words = [f"head_dim {model.head_dim}"] if model.n_heads * model.head_dim != model.dim else []
     words += [f"{key} {rank}" for key, rank in model.mla if key.endswith("lora_rank") and rank]
     words += [f"attention_bias {model.attention_bias}"] if model.attention_bias != "none" else []
@@ -67,7 +67,6 @@ def family_summary(model: Model) -> str:
 
 
 def describe_mesh(config: Config) -> str:
-    """Return the degrees of parallelism, outermost first."""
     parallelism = config.parallelism
     ring, ulysses = parallelism.ring_degree, parallelism.context_parallel_ulysses_degree
     inner = f" (ring {ring} x ulysses {ulysses})" if ulysses > 1 else ""
@@ -80,18 +79,15 @@ def describe_mesh(config: Config) -> str:
 
 
 def bytes_per_state(dtype: str) -> float:
-    """Return the bytes of an element of an optimizer state, with its share of the float32 scale."""
+    """Return the bytes of one element of an optimizer state, including its part of a block's float32 scale."""
     if dtype in QUANTIZED_STATES:
         return (0.5 if dtype == "int4" else 1) + 4 / QUANTIZED_STATES[dtype]
     return getattr(torch, dtype).itemsize
 
 
 def describe_precision(config: Config) -> str:
-    """Return the dtypes of a run, and the bytes that a parameter takes over all ranks that it is sharded over.
-
-    The bytes are those of the weight, its gradient and its optimizer states: two, or with Muon one, as a matrix has.
-    They ignore that embeddings and norms have two with Muon, and states in full precision where others are quantized.
-    """
+    """Return the dtypes of a run, and the bytes of weight, gradient and optimizer states per parameter, over all ranks.
+    With Muon, every parameter counts one state, as matrices have, though embeddings and norms have two."""
     training, state_dtype = config.training, config.optimizer.state_dtype.replace("auto", config.training.dtype)
     n_states = 1 if config.optimizer.name == "Muon" else 2
     size = 2 * getattr(torch, training.dtype).itemsize + n_states * bytes_per_state(state_dtype)
@@ -107,10 +103,11 @@ def describe_precision(config: Config) -> str:
 
 
 def optimization_summary(config: Config) -> list[str]:
-    """Return a line for each technique that saves time or memory."""
+    """Return a line for each enabled technique that saves time or memory."""
     float8, checkpointing, chunks = config.float8, config.activation_checkpoint, config.training.loss_chunks
     option = f" {checkpointing.selective_ac_option}" * (checkpointing.mode == "selective")
-    lora = f"rank {config.lora.rank}, alpha {config.lora.alpha:g}, of {', '.join(config.lora.targets)}"
+    base = config.checkpoint.initial_load_path.replace(SEEDED, "random weights (checkpoint.initial_load_path)")
+    lora = f"rank {config.lora.rank}, alpha {config.lora.alpha:g}, of {', '.join(config.lora.targets)}; base: {base}"
     lines = {
         f"LoRA       {lora}": config.lora.rank > 0,
         f"float8     {float8.recipe}{', emulated' * float8.emulate}": float8.enable,
@@ -123,7 +120,6 @@ def optimization_summary(config: Config) -> list[str]:
 
 
 def pipeline_summary(config: Config) -> list[str]:
-    """Return a line with the pipeline schedule and the modules of each stage; without a pipeline, none."""
     parallelism = config.parallelism
     if parallelism.pipeline_parallel_degree == 1:
         return []
@@ -133,7 +129,7 @@ def pipeline_summary(config: Config) -> list[str]:
 
 
 def expert_summary(config: Config) -> list[str]:
-    """Return a line with the experts of a model; without experts, none."""
+    """Return a line that describes a model's experts; [] for a model without experts."""
     model, moe = config.model, config.model.moe
     if not moe.n_experts:
         return []
@@ -144,7 +140,7 @@ def expert_summary(config: Config) -> list[str]:
 
 
 def validation_summary(config: Config, validation: SplitSequences | None) -> str:
-    """Return the size of the validation split, and how much of it validation.steps reads."""
+    """Return the size of the validation split, and how many of its sequences validation.steps reads."""
     if validation is None:
         return "none"
     steps, sequences = config.validation.steps, config.validation.steps * config.training.global_batch_size

@@ -1,1 +1,1 @@
-"""Everything that `parallelize.parallelize` applies to a model, one file per technique, and the device mesh."""
+"""The parallelisms that `parallelize.parallelize` applies to a model, one file for each, and the device mesh."""

@@ -1,8 +1,6 @@
-"""Activation checkpointing (AC): save less of a block's forward, and recompute the rest in its backward
-(arXiv:1604.06174; torch.utils.checkpoint). The numbers stay the same, bit for bit.
-
-A block's `forward` is replaced, not the block: parameters keep their names, and FSDP's hooks around it run once.
-"""
+"""Activation checkpointing (AC): save few activations in a block's forward, and recompute the others in its backward
+(arXiv:1604.06174; torch.utils.checkpoint). Losses and gradients stay the same, bit for bit. A block's `forward` is
+replaced, not the block, so that parameters keep their names and FSDP's hooks run only once."""
 
 import functools
 from collections.abc import Callable
@@ -22,13 +20,12 @@ PRODUCTS += [getattr(torch.ops.aten, name).default for name in ("_scaled_mm", "_
 
 
 def _saved_operators(option: str) -> list[Any]:
-    """Return the operators whose results selective AC saves: attention; unless `option` is "attention", all slow ones.
-
-    A matrix product takes D operations per element and attention T, and a collective waits for other ranks. All else
-    (norms, SwiGLU's product, casts) reads memory once. An all-gather is recomputed too, since its result is large."""
+    """Return the operators whose results selective AC saves: attention, and under "op" also matrix products, which take
+    D operations per element, and collectives, except all-gathers, whose results are large. Recomputed operators (norms,
+    SwiGLU's product, casts) read memory once."""
     names = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention", "attention_math")
     saved = [getattr(torch.ops.aten, f"_scaled_dot_product_{name}") for name in names]
-    if hasattr(torch.ops.titanlite, "tiled_attention"):  # the layouts that use it import it
+    if hasattr(torch.ops.titanlite, "tiled_attention"):  # the operator exists if its file was imported
         saved.append(torch.ops.titanlite.tiled_attention)
     if option != "attention":
         names = ("reduce_scatter_tensor", "all_reduce", "all_to_all_single")
@@ -37,8 +34,8 @@ def _saved_operators(option: str) -> list[Any]:
 
 
 def _every_second_mm() -> Any:
-    """Return the contexts of one call of a block under "every_second_mm", which saves its first, third, ... product."""
-    saved, counts = set(_saved_operators("op")), {False: 0, True: 0}  # products so far, by is_recompute
+    """Return the two contexts of a block's call that save the results of its first, third, ... matrix product."""
+    saved, counts = set(_saved_operators("op")), {False: 0, True: 0}  # matrix products so far, by context.is_recompute
 
     def policy(context: SelectiveCheckpointContext, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         counts[context.is_recompute] += operator in PRODUCTS
@@ -49,12 +46,10 @@ def _every_second_mm() -> Any:
 
 
 def apply_activation_checkpoint(model: Llama, activation_checkpoint: ActivationCheckpoint) -> None:
-    """Checkpoint the blocks of a model or a pipeline stage in place, before they are compiled.
-
-    Full AC: every block saves its inputs only. Selective AC, "op": every block saves the results of its expensive
-    operators; "every_second_mm": the same, except every second matrix product, as torchtitan does; "attention": every
-    block saves its inputs and the results of attention; N: one of every N layers saves its inputs only.
-    """
+    """Apply AC to the blocks of a model or a pipeline stage, in place, before blocks are compiled. Full AC: every block
+    saves its inputs only. Selective AC, "op": every block saves the results of slow operators. "every_second_mm": as
+    "op", but only every second matrix product, as in torchtitan. "attention": every block saves its inputs and the
+    result of attention. N: every N-th layer saves its inputs only."""
     mode, option = activation_checkpoint.mode, activation_checkpoint.selective_ac_option
     if mode == "none":
         return
@@ -65,7 +60,7 @@ def apply_activation_checkpoint(model: Llama, activation_checkpoint: ActivationC
         recompute = functools.partial(recompute, context_fn={"every_second_mm": _every_second_mm}.get(option, save))
     for number, block in model.layers.items():
         if by_operator and isinstance(block.feed_forward, RunsUncompiled):
-            # The block is checkpointed in two halves: the compiler gets the first, and has to see what is recomputed.
+            # AC wraps each half of the block. Only the first half, `attend`, is compiled, AC included.
             block.attend = checkpointed_half(recompute, block.attend)
             block.feed_forward.forward = _checkpointed(recompute, block.feed_forward.forward)
         elif mode == "full" or by_operator or int(number) % option == 0:
@@ -73,7 +68,7 @@ def apply_activation_checkpoint(model: Llama, activation_checkpoint: ActivationC
 
 
 def _checkpointed(recompute: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
-    def checkpointed_forward(*args: Any) -> Any:  # a plain function, so that it can be compiled
+    def checkpointed_forward(*args: Any) -> Any:  # torch.compile needs a plain function, not a partial
         return recompute(forward, *args)
 
     return checkpointed_forward

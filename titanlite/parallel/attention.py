@@ -1,9 +1,9 @@
-"""Attention backends for ring attention: the forward returns the output and its log-sum-exp; the backward takes both.
-If these are over all keys, a backward over some of the keys returns what these keys contribute to the gradients.
+"""Attention backends for ring attention: a forward returns the output and its log-sum-exp, which a backward takes.
+Given the output and log-sum-exp over all keys, a backward over some keys returns these keys' part of the gradients.
 
-torch's operators of these names are private. Their schemas were read from torch 2.11 and 2.13, which agree; every call
-to them is in this file. The three for CUDA ran on meta tensors, "flash" on a null CUDA (verification/null_cuda), none
-on a GPU yet. There is no dropout, so their backward reads no random state, and empty tensors stand for it.
+Torch's attention operators are private: only this file calls them, with the schemas of torch 2.11 and 2.13, which
+agree. The three backends for CUDA ran on meta tensors, "flash" on a null CUDA (verification/null_cuda), none on a GPU
+yet. Without dropout, a backward reads no random state: empty tensors take the place of the random state.
 
 Shapes: B batch, T queries, S keys, H query heads, G KV heads, K head_dim.
 """
@@ -21,14 +21,14 @@ Grads = tuple[Tensor, Tensor, Tensor]  # the gradients of q, k and v
 
 
 class AttentionBackend(NamedTuple):
-    """An attention backend implements softmax(q k^T / sqrt K) v and its gradients. Query head h attends to KV head
-    h * G // H. All tensors are slices and transposes of [B, T, H, K]: neighbours in K are neighbours in memory."""
+    """An attention backend computes softmax(q k^T / sqrt K) v and its gradients. Query head h attends to KV head
+    h * G // H. All tensors are slices and transposes of [B, T, H, K] tensors, contiguous in K."""
 
     forward: Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
-    """(q_BHTK, k_BGSK, v_BGSK, causal) to (out_BHTK, lse_BHT): lse is the natural logarithm of the sum over keys of
-    exp(q k / sqrt K), in float32 or, for float64, float64. causal: query t attends to keys 0 to t, and S is T."""
+    """Takes (q_BHTK, k_BGSK, v_BGSK, causal), returns (out_BHTK, lse_BHT): lse is the natural logarithm of the sum over
+    keys of exp(q k / sqrt K), in float32 or better. If `causal`, query t attends to keys 0 to t, and S = T."""
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool], Grads]
-    """(grad_BHTK of out, q, k, v, out, lse, causal) to (dq, dk, dv), of the shapes and dtypes of q, k, v."""
+    """Takes (grad_BHTK of out, q, k, v, out, lse, causal), returns (dq, dk, dv), like q, k, v in shape and dtype."""
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -45,8 +45,8 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tenso
 
 def _flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Grads:
     random, lengths = q.new_empty(0, dtype=torch.uint64), (q.shape[2], k.shape[2])
-    lse = lse.contiguous()  # the operator assumes that its memory is dense
-    unpacked = None, None  # sequences are not packed one behind the other
+    lse = lse.contiguous()  # the operator assumes that lse is contiguous
+    unpacked = None, None  # bounds of packed documents: none here
     backward = aten._scaled_dot_product_flash_attention_backward
     return backward(grad, q, k, v, out, lse, *unpacked, *lengths, 0.0, causal, random, random)
 
@@ -64,7 +64,7 @@ def _cudnn_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, 
 
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))  # this backend has no GQA
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))  # the operator does not support GQA
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)
     return out, lse[..., : q.shape[2]]  # the operator pads lse to a multiple of 32
 
@@ -73,16 +73,16 @@ def _efficient_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
     n_kv_heads = k.shape[1]
     k, v = (x.repeat_interleave(q.shape[1] // n_kv_heads, dim=1) for x in (k, v))
     random = q.new_empty(0, dtype=torch.int64)
-    lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf).contiguous()  # padded again: exp(x - inf) is 0
+    lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf).contiguous()  # padding adds exp(x - inf) = 0
     if out.stride(2) != out.shape[1] * out.shape[3]:
-        out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the operator assumes adjacent heads of a token
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the operator needs a token's heads adjacent in memory
     backward = aten._scaled_dot_product_efficient_attention_backward
     dq, dk, dv, _ = backward(grad, q, k, v, None, out, lse, random, random, 0.0, [True, True, True, False], causal)
     return dq, *(x.unflatten(1, (n_kv_heads, -1)).sum(2) for x in (dk, dv))
 
 
 def _math_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """Return [B, G, H / G, T, S] in float32 or better; -inf where a query does not attend to a key."""
+    """Return the scores before softmax, [B, G, H / G, T, S] in float32 or better; -inf for masked pairs."""
     scores = torch.einsum("bgmtk,bgsk->bgmts", _grouped(q, k), _precise(k)) / math.sqrt(q.shape[-1])
     if causal:
         scores.masked_fill_(torch.ones_like(scores[0, 0, 0], dtype=torch.bool).triu(1), -math.inf)
@@ -90,7 +90,7 @@ def _math_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
 
 
 def _grouped(x_BHTK: Tensor, k: Tensor) -> Tensor:
-    """Return [B, G, H / G, T, K]: the query heads of a KV head are adjacent."""
+    """Group query heads by their KV head: [B, H, T, K] to [B, G, H / G, T, K], in float32 or better."""
     return _precise(x_BHTK).unflatten(1, (k.shape[1], -1))
 
 
@@ -112,7 +112,7 @@ def _math_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
     weights = (_math_scores(q, k, causal) - lse.unflatten(1, (k.shape[1], -1)).unsqueeze(-1)).exp()
     grad = _grouped(grad, k)
     dv = torch.einsum("bgmts,bgmtk->bgsk", weights, grad)
-    # The softmax's backward: each weight's gradient less the mean gradient under the weights, which is grad . out.
+    # Softmax backward: subtract from each weight's gradient the weighted mean of all gradients, which is grad . out.
     dweights = torch.einsum("bgmtk,bgsk->bgmts", grad, _precise(v))
     dscores = weights * (dweights - (grad * _grouped(out, k)).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
     dq = torch.einsum("bgmts,bgsk->bgmtk", dscores, _precise(k)).flatten(1, 2)
@@ -121,15 +121,14 @@ def _math_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
 
 
 class PackedAttention(NamedTuple):
-    """Implements causal attention within the documents of sequences, packed one behind the other, in one call (varlen
-    attention). `bounds` are where documents begin, and where the last one ends, int32 on the device; `longest` is the
-    number of tokens of the longest, a number on the host. With a `window` above 0, query t attends to keys
-    t - window + 1 to t only."""
+    """Computes causal attention within each of several concatenated documents, in one call (varlen attention).
+    `bounds`: the start of each document and the end of the last, int32 on the device. `longest`: the tokens of the
+    longest document, a Python int. With `window` > 0, query t attends to keys t - window + 1 to t only."""
 
     forward: Callable[[Tensor, Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
-    """(q_NHK, k_NGK, v_NGK, bounds, longest, window) to (out_NHK, lse_HN), as AttentionBackend's."""
+    """Takes (q_NHK, k_NGK, v_NGK, bounds, longest, window), returns (out_NHK, lse_HN) as AttentionBackend.forward."""
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, int], Grads]
-    """(grad_NHK of out, q, k, v, out, lse_HN, bounds, longest, window) to (dq, dk, dv)."""
+    """Takes (grad_NHK of out, q, k, v, out, lse_HN, bounds, longest, window), returns (dq, dk, dv)."""
 
 
 def _flash_packed_forward(
@@ -148,17 +147,17 @@ def _flash_packed_backward(
 
 
 def _flash_window(window: int) -> dict[str, int]:
-    """Return the operators' options: how many keys a query sees to its left and to its right besides its own."""
+    """Return the window as options of flash attention: how many keys a query sees to its left and to its right."""
     return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
 
 
 PACKED_ATTENTION: dict[str, PackedAttention] = {"flash": PackedAttention(_flash_packed_forward, _flash_packed_backward)}
-"""Backends with packed attention, by name. The others are called once for each document, and in blocks of a window."""
+"""Backends with packed attention, by name. Other backends are called for each document and each block of a window."""
 ATTENTION_BACKENDS: dict[str, AttentionBackend] = {
     "cpu": AttentionBackend(_cpu_forward, _cpu_backward),
-    "flash": AttentionBackend(_flash_forward, _flash_backward),  # float16 and bfloat16, K a multiple of 8
-    "cudnn": AttentionBackend(_cudnn_forward, _cudnn_backward),  # float16 and bfloat16
+    "flash": AttentionBackend(_flash_forward, _flash_backward),  # float16 and bfloat16 only, K a multiple of 8
+    "cudnn": AttentionBackend(_cudnn_forward, _cudnn_backward),  # float16 and bfloat16 only
     "efficient": AttentionBackend(_efficient_forward, _efficient_backward),
     "math": AttentionBackend(_math_forward, _math_backward),  # any device and dtype; memory grows with T x S
 }
-"""Backends by name. On a CPU "cpu" and "math" run, on CUDA all but "cpu"."""
+"""Attention backends by name. "cpu" runs on a CPU, "math" on a CPU and on CUDA, all other backends on CUDA."""

@@ -1,4 +1,4 @@
-"""torch.compile, one block at a time: blocks are alike, so the code compiled for one serves all."""
+"""torch.compile, applied to each block: since blocks are alike, all of them use the code compiled for the first."""
 
 import functools
 
@@ -12,11 +12,11 @@ from titanlite.torch_workarounds import backend_without_random_states
 
 
 def apply_compile(model: Llama, compile: Compile) -> None:
-    """Compile a model or a pipeline stage in place, without a graph break."""
+    """Compile the blocks and the loss of a model or a pipeline stage in place, without a graph break."""
     backend = backend_without_random_states(compile.backend)
     if "model" in compile.components:
         for block in model.layers.values():
-            name = "forward"  # the block itself has FSDP's hooks around it, which cannot be traced
+            name = "forward"  # compile the method: FSDP's hooks on the block cannot be traced
             if isinstance(block.feed_forward, RunsUncompiled):
                 name = "attend"
                 block.feed_forward.compile_operators(compile.backend)

@@ -1,8 +1,5 @@
 """Float8 training: the matrix products of linear layers take their inputs in 8-bit floating point (FP8 Formats for Deep
-Learning, arXiv:2209.05433), with dynamic scaling (torchao.float8).
-
-Weights, gradients, optimizer states and everything between the matrix products keep their dtypes.
-"""
+Learning, arXiv:2209.05433), with dynamic scaling (torchao.float8). All other values keep their dtypes."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -16,8 +13,7 @@ from titanlite.torch_workarounds import round_casts_as_eager
 
 
 def convert_to_float8(stage: Llama, float8: Float8, names: Collection[str]) -> None:
-    """Convert the named linear layers of a model or a pipeline stage on the meta device, in place, before weights are
-    sharded."""
+    """Convert the linear layers `names` of a stage on the meta device to float8, in place, before it is sharded."""
     round_casts_as_eager(float8.recipe != "tensorwise")
     config = dataclasses.replace(
         Float8LinearConfig.from_recipe_name(float8.recipe),
@@ -28,7 +24,7 @@ def convert_to_float8(stage: Llama, float8: Float8, names: Collection[str]) -> N
 
 
 def precompute_scales(stages: Sequence[Llama], optimizer: torch.optim.Optimizer) -> None:
-    """Compute the scales of all weights after each optimizer step, with one collective per stage, not per weight."""
+    """Compute the float8 scales of all weights after each optimizer step, with one collective per pipeline stage."""
 
     def after_step(*_: object) -> None:
         for stage in stages:

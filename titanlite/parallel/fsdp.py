@@ -1,7 +1,5 @@
-"""Data parallelism, all of it through fully_shard (FSDP2, arXiv:2304.11277): DDP, ZeRO-1 to ZeRO-3, HSDP.
-
-docs/parallelism.md has the options of each. A run on one rank takes the same path, which also applies mixed precision.
-"""
+"""Data parallelism through fully_shard (FSDP2, arXiv:2304.11277): DDP, ZeRO-1 to ZeRO-3, HSDP (docs/parallelism.md). A
+run on one rank also calls fully_shard, which applies mixed precision."""
 
 import functools
 
@@ -19,14 +17,14 @@ from titanlite.torch_workarounds import NothingToReduce
 
 
 def apply_fsdp(model: Llama, layout: Layout, parallelism: Parallelism, training: Training) -> None:
-    """Shard every parameter of a model or a pipeline stage over the mesh's axis fsdp and replicate it over
-    dp_replicate, one block at a time. The sections are of a resolved config."""
+    """Shard every parameter of a model or a pipeline stage over the mesh's axis fsdp, and replicate it over
+    dp_replicate, one block at a time. `parallelism` and `training` are of a resolved config."""
     param_dtype = getattr(torch, training.mixed_precision_param)
     reduce_dtype = getattr(torch, training.mixed_precision_reduce)
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if training.enable_cpu_offload else OffloadPolicy()
     settings = {
         "mesh": axes_of(layout.mesh, "fsdp"),
-        # Inputs are not cast: activations have the weights' dtype already, and the rotary table keeps its precision.
+        # Inputs are not cast: activations have the weights' dtype already, and the rotary table must stay in float32.
         "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False),
         "offload_policy": offload,
     }
@@ -40,7 +38,7 @@ def apply_fsdp(model: Llama, layout: Layout, parallelism: Parallelism, training:
             units[-1], mesh_of = [*own, block], mesh_of | own
         else:
             fully_shard(block, **of_block)
-    # The last unit's backward follows its forward, so resharding it would gather its weights twice and save no memory.
+    # The last unit's backward follows its forward at once: to reshard in between would only gather its weights twice.
     head = [module for module in (model.tok_embeddings if model.tied else None, model.norm, model.output) if module]
     if model.tok_embeddings and not model.tied:
         fully_shard(model.tok_embeddings, **of_block)
@@ -53,24 +51,24 @@ def apply_fsdp(model: Llama, layout: Layout, parallelism: Parallelism, training:
         block.set_modules_to_forward_prefetch([module for unit in later for module in unit])
         block.set_modules_to_backward_prefetch([module for unit in earlier for module in unit])
     for module in _units(model):
-        # The loss is divided by the global number of tokens, and gradients are only summed: gloo lacks scaled sums.
+        # Gradients are summed, not averaged: the loss is divided by the global token count, and gloo has no averages.
         module.set_force_sum_reduction_for_comms(True)
         if mesh_of.get(module, settings["mesh"]).size() > 1:
             module.set_gradient_divide_factor(1.0)
-        else:  # a factor, even of 1, is one more pass over the gradients
+        else:  # one rank: a divide factor, even of 1, would cost a pass over the gradients
             module.set_custom_reduce_scatter(NothingToReduce())
 
 
 def axes_of(mesh: DeviceMesh, axis: str) -> DeviceMesh:
-    """Return the axis that weights are sharded over, after the one that they are replicated over, if any (HSDP)."""
+    """Return the submesh for fully_shard: dp_replicate and `axis` under HSDP, otherwise `axis` alone."""
     return mesh["dp_replicate", axis] if mesh["dp_replicate"].size() > 1 else mesh[axis]
 
 
 def use_in_place(model: nn.Module, parallelism: Parallelism, training: Training) -> None:
-    """Have fully_shard compute with the weights of a single shard in place, not with copies, if the compute dtype is
-    theirs; on one rank, also give the gradients to the shards. Call it before the first forward. fully_shard calls two
-    methods of a local tensor that has them, as of float8's subclasses: the first says what to gather, here nothing, and
-    the second returns the gathered weight. Private: `_local_tensor` (tried on torch 2.11 and 2.13)."""
+    """Let fully_shard compute with unsharded weights (one shard) in place, not with copies, if the compute dtype is the
+    weights' dtype; on one rank, gradients are not copied either. Call this before the first forward. fully_shard calls
+    two methods of a local tensor if they exist: `fsdp_pre_all_gather` returns what to gather, here nothing, and
+    `fsdp_post_all_gather` returns the gathered weight. Private: `_local_tensor` (tried on torch 2.11 and 2.13)."""
     if training.mixed_precision_param != training.dtype or training.enable_cpu_offload:
         return
     shards = list(model.parameters())
@@ -82,7 +80,7 @@ def use_in_place(model: nn.Module, parallelism: Parallelism, training: Training)
         if is_plain and all(n == 1 for name, n in axes if name.endswith("fsdp")):
             local.fsdp_pre_all_gather = lambda mesh: (nothing, None)
             local.fsdp_post_all_gather = lambda *_, out=None, own=local: (own, ()) if out is None else None
-    # A reduction in a wider type rounds nothing in an accumulation step; over several, it is a sum in that type.
+    # Move gradients only if fully_shard would neither round them to a narrower dtype nor sum them in a wider one.
     widest = reduce_dtype if parallelism.fsdp_reduce_gradients == "every_accumulation_step" else param_dtype
     if parallelism.world_size == 1 and reduce_dtype == torch.promote_types(param_dtype, widest):
         for module in _units(model):
@@ -102,18 +100,18 @@ def _move_gradient(shard: nn.Parameter, weight: nn.Parameter) -> None:
 
 
 def prepare_accumulation_step(model: nn.Module, parallelism: Parallelism, *, last: bool) -> None:
-    """Tell FSDP what the backward of this gradient accumulation step, the `last` or not, does with gradients and with
-    weights. Under fsdp_reshard_after_forward = "never", weights stay gathered between gradient accumulation steps."""
+    """Tell FSDP whether the backward of this gradient accumulation step reduces gradients and reshards weights. Under
+    fsdp_reshard_after_forward = "never", weights stay gathered until the backward of the `last` accumulation step."""
     reduces = last or parallelism.fsdp_reduce_gradients == "every_accumulation_step"
     reshards = last or parallelism.fsdp_reshard_after_forward != "never"
     for module in _units(model):
         module.set_requires_gradient_sync(reduces, recurse=False)
-        module.set_requires_all_reduce(last, recurse=False)  # over replicas, sums of shards are reduced only once
+        module.set_requires_all_reduce(last, recurse=False)  # all-reduce over dp_replicate only once per step
         module.set_reshard_after_backward(reshards, recurse=False)
 
 
 def reshard(model: nn.Module) -> None:
-    """Free all gathered weights after a forward without backward, so that `model.parameters()` are the shards."""
+    """Free all gathered weights after a forward without a backward: `model.parameters()` then returns the shards."""
     for module in _units(model):
         module.reshard()
 

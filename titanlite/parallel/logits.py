@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 
 def logits_at(x_ND: Tensor, weight_VD: Tensor, tokens_B: Tensor) -> Tensor:
-    """Return the logits of some of the tokens, [B, V] on every rank. It takes the place of the output head's loss, with
-    the tokens' indices as targets, so that the logits of all other tokens need not exist."""
+    """Return the logits of the tokens with indices `tokens_B`, [B, V] on every rank. Set as the output head's loss,
+    `logits_at` gets the indices as targets, and no logits of other tokens are computed."""
     if not isinstance(weight_VD, DTensor):
         return F.linear(x_ND[tokens_B], weight_VD)
     logits = F.linear(x_ND.to_local()[tokens_B], weight_VD.to_local())

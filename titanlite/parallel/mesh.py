@@ -1,4 +1,4 @@
-"""The one device mesh of all ranks, from which every parallelism takes its axis."""
+"""The device mesh of all ranks, of which every parallelism uses one axis."""
 
 import dataclasses
 import functools
@@ -11,47 +11,47 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlite.config.schema import Parallelism
 
 AXES = ("pp", "dp_replicate", "fsdp", "tp")
-"""Axes of the mesh, outermost first: neighbouring ranks have the fastest interconnect, and the axes that communicate
-most come last. Weights are sharded over fsdp = dp_shard x ring x ulysses: the ranks that use the same weights for other
-tokens, either of other sequences (dp_shard) or of the same ones (context parallel = ring x ulysses)."""
+"""Axes of the mesh. Axes that communicate most come last, since neighbouring ranks have the fastest interconnect.
+Weights are sharded over fsdp = dp_shard x ring x ulysses: ranks with different sequences (dp_shard), and ranks with
+different tokens of the same sequences (context parallel = ring x ulysses)."""
 EXPERT_AXES = ("pp", "dp_replicate", "efsdp", "ep")
-"""Axes of the mesh that experts are sharded over: the ranks of fsdp x tp, grouped differently."""
+"""Axes of the mesh over which experts are sharded: efsdp x ep groups the ranks of fsdp x tp differently."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A layout is the mesh of all ranks and this rank's place in it."""
+    """A layout is the mesh of all ranks and this rank's place in the mesh."""
 
     mesh: DeviceMesh
     expert_mesh: DeviceMesh | None
-    """The same ranks, with the axes efsdp x ep in place of fsdp x tp; None: no expert parallelism."""
+    """The ranks of `mesh`, with axes efsdp x ep in place of fsdp x tp; None: no expert parallelism."""
     ring_group: dist.ProcessGroup | None
     """Ranks that send keys and values around a ring; None: this rank only."""
     ulysses_group: dist.ProcessGroup | None
     """Ranks that exchange sequence for heads; None: this rank only."""
     data_rank: int
-    """Index of this rank among the data-parallel ones; context-, tensor- and pipeline-parallel ranks share one."""
+    """Data-parallel index of this rank, the same for all context-, tensor- and pipeline-parallel ranks of a model."""
     context_rank: int
-    """Index of this rank among those that split its sequences: ring rank x ulysses + ulysses rank."""
+    """Context-parallel index of this rank: ring rank x ulysses degree + Ulysses rank."""
 
 
 def build_layout(parallelism: Parallelism, device: torch.device) -> Layout:
-    """Arrange all ranks in a mesh by the degrees of a resolved config. Every rank must call it."""
+    """Build the mesh of all ranks by the degrees of a resolved config. Every rank must call it."""
     pp, tp = parallelism.pipeline_parallel_degree, parallelism.tensor_parallel_degree
     dp_replicate, dp_shard = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
     ring, ulysses = parallelism.ring_degree, parallelism.context_parallel_ulysses_degree
     return _layout(device.type, (pp, dp_replicate, dp_shard, ring, ulysses, tp), parallelism.expert_parallel_degree)
 
 
-@functools.cache  # a process group keeps its threads and connections until the process ends
+@functools.cache  # a second set of process groups would add threads and connections until the process ends
 def _layout(device_type: str, degrees: tuple[int, int, int, int, int, int], ep: int) -> Layout:
     pp, dp_replicate, dp_shard, ring, ulysses, tp = degrees
-    # Groups of some ranks need no gloo on CUDA. Only their members make them, or all ranks would wait for each of them.
+    # On CUDA, subgroups use NCCL only. Local synchronization: a rank waits only for the other members of its groups.
     options = {"backend": "nccl" if device_type == "cuda" else None, "use_local_synchronization": True}
     alone = dist.new_group([dist.get_rank()], **options) if math.prod(degrees) > 1 else dist.group.WORLD
 
     def group_along(axis: int, name: str, ranks: torch.Tensor, *, own: bool = False) -> dist.ProcessGroup:
-        """Return the group of the ranks along an axis. For all ranks, return the default group, except with `own`."""
+        """Return this rank's process group along an axis; without `own`, the default group if it has all ranks."""
         rows = ranks.movedim(axis, -1).flatten(0, -2)
         (members,) = rows[(rows == dist.get_rank()).any(1)].tolist()
         if len(members) == ranks.numel() and not own:
@@ -64,7 +64,7 @@ def _layout(device_type: str, degrees: tuple[int, int, int, int, int, int], ep: 
     mesh, expert_mesh = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=AXES), None
     if ep > 1:
         ranks = all_ranks.reshape(pp, dp_replicate, -1, ep)
-        # The group of ep is never the default one, or its collectives would wait for those of FSDP that are in flight.
+        # ep needs a group of its own: in the default group, its collectives would wait for FSDP's that are in flight.
         groups[2:] = group_along(2, "efsdp", ranks), group_along(3, "ep", ranks, own=True)
         expert_mesh = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=EXPERT_AXES)
     of_ring = group_along(3, "ring", all_ranks, own=True) if ring > 1 else None
@@ -75,5 +75,4 @@ def _layout(device_type: str, degrees: tuple[int, int, int, int, int, int], ep: 
 
 
 def forget_layouts() -> None:
-    """Forget all layouts, because their process groups are gone."""
     _layout.cache_clear()

@@ -1,4 +1,4 @@
-"""Interfaces for modules of a block that the general rules of parallelize.py do not fit."""
+"""Interfaces for modules that bring rules of their own to parallelize.py."""
 
 from typing import Any, Protocol, runtime_checkable
 
@@ -8,19 +8,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 @runtime_checkable
 class ShardsWeights(Protocol):
-    """A module that the literal table of tensor.py does not shard."""
+    """A module that shards its own weights, instead of the plan in tensor.py."""
 
     def shard_weights(self, tensor: DeviceMesh | None, expert: DeviceMesh | None) -> None:
-        """Shard the weights over one-dimensional meshes, in place; None: there is no such axis."""
+        """Shard the weights over one-dimensional meshes, in place; None: no tensor or no expert parallelism."""
 
 
 @runtime_checkable
 class RunsUncompiled(Protocol):
-    """A `feed_forward` that torch.compile cannot take: its block is compiled and checkpointed in two halves."""
+    """A `feed_forward` that torch.compile cannot trace; compile and AC treat its block as two halves."""
 
     def compile_operators(self, backend: str) -> None:
-        """Compile the operators that can be compiled."""
+        """Compile those operators of the module that torch.compile can trace."""
 
     def fully_shard_block(self, block: nn.Module, *sections: Any, **settings: Any) -> dict[nn.Module, DeviceMesh]:
-        """Shard its block by fully_shard with `settings`. Return the other units of the block, with their meshes.
-        `sections`: the Layout and the section [training]."""
+        """Apply fully_shard with `settings` to the module's block. Return the submodules that became FSDP units of
+        their own, with their meshes. `sections`: the Layout and the section [training]."""

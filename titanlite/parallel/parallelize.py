@@ -1,4 +1,4 @@
-"""The one place that states the order in which parallelisms are applied to a model."""
+"""Apply all parallelisms to a model; this file alone states their order."""
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -22,17 +22,17 @@ def parallelize(
 ) -> None:
     """Parallelize a model, or one pipeline stage of it, on the meta device over the mesh, in place.
 
-    1. Tensor parallel replaces weights by DTensors on its axis, so everything after it sees this rank's heads and
-       channels only. Experts are sharded with it, over its axis or their own.
-    2. Context parallel replaces the inner product of attention, which gets this rank's heads from step 1.
-    3. Activation checkpointing wraps what a block computes, steps 1 and 2 included.
-    4. Compile takes a block with all of this in it, so that the compiler sees what is recomputed. It comes before FSDP,
-       whose hooks cannot be traced.
-    5. FSDP comes last, because fully_shard takes the parameters as everything before it left them.
+    1. Tensor parallel replaces weights by DTensors on the axis tp: later steps see only this rank's heads and channels.
+       Step 1 also shards experts, over the axis tp or ep.
+    2. Context parallel replaces the inner attention, which gets this rank's heads from step 1.
+    3. Activation checkpointing wraps the forward of a block, steps 1 and 2 included.
+    4. Compile takes a checkpointed block, so that the compiler sees what is recomputed. FSDP comes later, since its
+       hooks cannot be traced.
+    5. FSDP comes last, because fully_shard takes the parameters that the other steps have replaced.
 
-    Float8 comes before all of it, since it replaces layers; and the model is split into pipeline stages before that.
-    All sections are of a resolved config: attention_backend is "auto" only where torch's own attention is enough: there
-    is no context parallel, no document mask, no sliding window shorter than the sequence, and no sinks.
+    Before step 1, the model is split into pipeline stages, and float8 replaces linear layers. The sections are of
+    a resolved config, where attention_backend is "auto" only if torch's attention suffices: without context parallel,
+    document mask, sliding window shorter than the sequence, and sinks.
     """
     tensor_mesh = layout.mesh["tp"] if layout.mesh["tp"].size() > 1 else None
     shard_weights(stage, tensor_mesh, layout.expert_mesh["ep"] if layout.expert_mesh else None)
@@ -54,10 +54,8 @@ def parallelize(
 
 
 def shard_weights(stage: Llama, tensor_mesh: DeviceMesh | None, expert_mesh: DeviceMesh | None) -> None:
-    """Shard the weights of a model, or of one pipeline stage, over a one-dimensional mesh, in place; None: do not.
-
-    `expert_mesh`: the ranks that experts are partitioned over; None: experts are sharded over `tensor_mesh`.
-    """
+    """Shard the weights of a model or a pipeline stage over the one-dimensional `tensor_mesh`, if any, in place.
+    `expert_mesh`: the ranks over which experts are partitioned; None: experts are sharded over `tensor_mesh`."""
     if tensor_mesh:
         from titanlite.parallel.tensor import apply_tensor_parallel
 

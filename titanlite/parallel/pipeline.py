@@ -1,8 +1,7 @@
-"""Pipeline parallel (PP): the schedule that runs microbatches through the stages (torch.distributed.pipelining).
+"""Pipeline parallel (PP): a schedule of torch.distributed.pipelining runs microbatches through the stages of a model.
 
-GPipe (arXiv:1811.06965), 1F1B (PipeDream-flush, arXiv:2104.04473), interleaved 1F1B (the same, section 2.2), looped BFS
+Schedules: GPipe (arXiv:1811.06965), 1F1B (PipeDream-flush) and interleaved 1F1B (both arXiv:2104.04473), looped BFS
 (arXiv:2211.05953), interleaved zero bubble and ZBV (arXiv:2401.10241), DualPipeV (after DeepSeek-V3, arXiv:2412.19437).
-One microbatch under GPipe is naive model parallelism.
 """
 
 import dataclasses
@@ -33,9 +32,9 @@ def pipeline_stage(
     dtype: torch.dtype,
     device: torch.device,
 ) -> PipelineStage:
-    """Return a stage as torch's schedules take it. The arguments are PipelineRunner's."""
-    # Given these shapes, torch need not run a microbatch to infer them. requires_grad marks what gets gradients.
-    n_tokens = hidden_shape[0] * parallelism.tensor_parallel_degree  # sequence parallel splits what stages send
+    """Return the PipelineStage that torch's schedules need. The keyword arguments are those of PipelineRunner."""
+    # With example inputs and outputs, torch need not run a microbatch to infer shapes and which tensors need gradients.
+    n_tokens = hidden_shape[0] * parallelism.tensor_parallel_degree  # a tp rank sends only its shard of the tokens
     batch_size = parallelism.pipeline_parallel_microbatch_size
     tokens = torch.empty(batch_size, n_tokens // batch_size, dtype=torch.int64, device="meta")
     hidden = torch.empty(hidden_shape, dtype=dtype, device="meta", requires_grad=True)
@@ -48,10 +47,10 @@ def pipeline_stage(
 
 @dataclasses.dataclass(eq=False)
 class PipelineRunner:
-    """Runs microbatches through the stages of all ranks of a pipeline."""
+    """Runs microbatches through the pipeline stages of this rank."""
 
     stages: dict[int, Llama]
-    """This rank's stages by number, ascending."""
+    """This rank's stages by stage number, ascending."""
     parallelism: Parallelism
     _: dataclasses.KW_ONLY
     group: dist.ProcessGroup
@@ -63,7 +62,7 @@ class PipelineRunner:
     compiles: bool = False
     """Whether `prepare` calls `warm_up`."""
     validates: bool = False
-    """Whether `forward` will be called: then `warm_up` compiles it too."""
+    """Whether `warm_up` also compiles the stages without gradients, for `forward`."""
 
     def __post_init__(self) -> None:
         schedule = self.parallelism.pipeline_parallel_schedule
@@ -72,32 +71,31 @@ class PipelineRunner:
         stages = [pipeline_stage(stage, number, self.parallelism, **options) for number, stage in self.stages.items()]
         schedule_class = get_schedule_class(schedule)
         stage_or_stages = stages if issubclass(schedule_class, PipelineScheduleMulti) else stages[0]
-        # Gradients are not scaled: the loss is divided by the number of tokens, and gradients are only summed.
+        # scale_grads=False, since `_loss` divides by the global number of tokens, not by the number of microbatches.
         self._schedule = schedule_class(stage_or_stages, self.n_microbatches, loss_fn=self._loss, scale_grads=False)
         self._loss_sum = self._valid = torch.zeros((), dtype=torch.float64, device=self.device)
         open_communicator(self.group, self._loss_sum)
         for stage in self.stages.values():
-            stage.register_forward_pre_hook(lambda *_: alive())  # each microbatch is progress
+            stage.register_forward_pre_hook(lambda *_: alive())  # the watchdog counts each microbatch as progress
 
     @property
     def order(self) -> dict[int, list]:
-        """Return each rank's actions, where the schedule has such a list (private to torch: pipeline_order)."""
+        """Return each rank's actions, if the schedule lists them. Private: the schedule's `pipeline_order`."""
         return self._schedule.pipeline_order
 
     def _loss(self, loss: Tensor, targets: Tensor) -> Tensor:
-        """Divide a microbatch's loss, which the last stage has computed already."""
+        """Divide the sum of token losses, the last stage's output for a microbatch, by the number of valid tokens."""
         self._loss_sum += loss.detach()
         return loss / self._valid
 
     def prepare(self, batch: Batch) -> None:
-        """Compile all stages before the first step."""
         if self.compiles:
             self.warm_up(batch.to(self.device))
             self.compiles = False
 
     def forward_backward(self, batch: Batch, valid: Tensor) -> Tensor:
         """Add the gradient of (sum of this batch's token losses) / valid to the parameters of all stages. Return the
-        sum in float64 on the rank with the last stage, 0 on the others. All ranks of a pipeline need the same batch."""
+        sum in float64 on the rank with the last stage, 0 on others. A pipeline's ranks must have the same batch."""
         self._valid, self._loss_sum = valid, torch.zeros_like(valid)
         self._schedule.step(
             *((batch.tokens,) if 0 in self.stages else ()),
@@ -109,12 +107,12 @@ class PipelineRunner:
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Tensor:
-        """Return the sum of the token losses as `forward_backward` does, without gradients, under any schedule. At tick
-        t, stage s computes microbatch t - s. What a rank then sends and receives is one batch of messages, so that none
-        waits for another, and NCCL makes no communicator for each pair of ranks."""
+        """Return the sum of the token losses as `forward_backward` does, without gradients. Under any schedule, stage s
+        computes microbatch t - s at tick t. A rank batches all messages of a tick: otherwise a message could wait for
+        another, and NCCL would open a communicator for each pair of ranks."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         microbatches, n_stages = self._split(batch), self.parallelism.n_stages
-        outputs: dict[int, Tensor] = {}  # the last tick's outputs, by the number of the next stage
+        outputs: dict[int, Tensor] = {}  # stage outputs of the previous tick, by the number of the next stage
         for tick in range(len(microbatches) + n_stages - 1):
             due = [number for number in self.stages if 0 <= tick - number < len(microbatches)]
             inputs = {number: outputs.pop(number) for number in due if number in outputs}  # sent by this rank itself
@@ -134,8 +132,8 @@ class PipelineRunner:
         return loss_sum
 
     def warm_up(self, batch: Batch) -> None:
-        """Compile all stages of this rank by a microbatch, without messages; leave no gradients. In the schedule, they
-        would compile one after the other, as their first inputs arrive, and later receives would time out."""
+        """Compile all stages of this rank on one microbatch, without messages; leave no gradients. Without a warm-up,
+        each stage would compile when its first input arrives, and receives of later stages would time out."""
         microbatch = self._split(batch)[0]
         for number, stage in self.stages.items():
             for trains in (True, False) if self.validates else (True,):
@@ -152,6 +150,6 @@ class PipelineRunner:
         return [Batch(*microbatch) for microbatch in zip(*fields, strict=True)]
 
 
-# A schedule splits tensors into microbatches and repeats other arguments: it must find the tensor in Documents.
-# Private: torch.utils._pytree (tried on torch 2.13).
+# A schedule splits tensor arguments into microbatches and repeats other arguments. Registered as a pytree node,
+# Documents is split like a tensor. Private: torch.utils._pytree (tried on torch 2.13).
 register_pytree_node(Documents, lambda each: ([each.positions_BT], None), lambda tensors, _: Documents(*tensors))

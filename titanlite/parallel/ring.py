@@ -1,7 +1,7 @@
 """Ring attention (arXiv:2310.01889): ranks keep their queries and send keys and values to the next rank, once per ring
-step, while they attend to those that they have. Results over different keys are merged by their log-sum-exp
+step, while they attend to the keys that they have. Results over different keys are merged by their log-sum-exp
 (FlashAttention, arXiv:2205.14135). In the backward, keys and values are sent around the ring again, one step ahead of
-their gradients, to which every rank adds and which end at their owner. Without a ring there is step 0 only.
+their gradients: every rank adds to the gradients, which end at the keys' owner. Without a ring, only step 0 exists.
 
 Shapes: B batch, S tokens of a ring rank, H query heads, G KV heads, K head_dim.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from titanlite.parallel.attention import ATTENTION_BACKENDS, float32_or_better
 from titanlite.parallel.tiles import Tile, chunks_of, ring_steps, tiles_of_step
 
-Group = dist.ProcessGroup | None  # None: this rank only
+Group = dist.ProcessGroup | None  # None: the ring is this rank alone
 
 
 def ring_forward(
@@ -23,7 +23,7 @@ def ring_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return the output [B, S, H, K] in q's dtype, and the log-sum-exp over all keys, [B, H, S]."""
     out = lse_BSH = None
-    dtype = float32_or_better(q) if ring or window else q.dtype  # tiles' results are merged in this dtype
+    dtype = float32_or_better(q) if ring or window else q.dtype  # several tiles are merged in float32 or better
     for _, k_step, v_step, tiles in _keys_of_steps(k, v, document_positions, ring, window):
         for tile in tiles:
             (q_,) = _heads_first(tile.queries, tile.flipped, q)
@@ -41,13 +41,13 @@ def ring_forward(
 def ring_backward(
     saved: list[Tensor], document_positions: Tensor | None, ring: Group, backend: str, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v in their dtypes, from (grad_out, q, k, v, out, lse_BHS)."""
+    """Return the gradients of q, k, v in their dtypes. `saved`: grad_out, q, k, v, out, lse_BHS."""
     grad_out, q, k, v, out, lse_BHS = saved
     lse_BSH, dtype = lse_BHS.transpose(1, 2), float32_or_better(q) if ring or window else q.dtype
     dq = dk = dv = None
     distance = 0  # ring ranks between the owner of the keys and values and this rank
     for hop, k_step, v_step, tiles in _keys_of_steps(k, v, document_positions, ring, window):
-        # The sums arrive from the previous rank while this rank computes what it adds to them.
+        # Sums of dk and dv arrive from the previous rank while this rank computes its own terms.
         wait = _send_ahead(ring, hop, dk, dv) if hop else None
         distance += hop
         added = []
@@ -75,8 +75,8 @@ def ring_backward(
 def _keys_of_steps(
     k_BSGK: Tensor, v_BSGK: Tensor, document_positions_BS: Tensor | None, ring: Group, window: int
 ) -> Iterator[tuple[int, Tensor, Tensor, Iterator[Tile]]]:
-    """Yield the keys and values of each ring rank, this one's first, and the tiles to compute while they are sent on.
-    The first item of each tuple is the number of ring ranks that they were sent on since the previous tuple."""
+    """Yield, for each ring step, the keys and values of a ring rank, this rank's first, and the tiles to compute. The
+    next keys arrive during a step. The first item of each tuple is the number of ring steps since the last tuple."""
     rank, size = (ring.rank(), ring.size()) if ring else (0, 1)
     documents, tokens = chunks_of(document_positions_BS, size), k_BSGK.shape[1]
     kv = torch.stack((k_BSGK, v_BSGK)) if ring else (k_BSGK, v_BSGK)
@@ -89,8 +89,8 @@ def _keys_of_steps(
 
 
 def _send_ahead(ring: dist.ProcessGroup, hop: int, *buffers: Tensor) -> Callable[[], list[Tensor]]:
-    """Start sending to the ring rank that is `hop` ahead, and receiving from the one that is `hop` behind. Return a
-    function that waits for both, and returns what was received."""
+    """Start to send buffers to the ring rank `hop` ahead, and to receive from the ring rank `hop` behind. The returned
+    function waits for the received buffers."""
     rank, size = ring.rank(), ring.size()
     received = [torch.empty_like(buffer) for buffer in buffers]
     sends = [dist.P2POp(dist.isend, x, group=ring, group_peer=(rank + hop) % size) for x in buffers]
@@ -106,8 +106,7 @@ def _send_ahead(ring: dist.ProcessGroup, hop: int, *buffers: Tensor) -> Callable
 
 
 def _heads_first(index: tuple[slice, slice], flipped: bool, *tensors: Tensor) -> list[Tensor]:
-    """Slice [B, S, heads, ...] tensors, with heads before tokens as attention backends take them; with the order of
-    tokens reversed if the tile is `flipped`."""
+    """Slice a tile from [B, S, heads, ...] tensors. Return [B, heads, S, ...], in reverse order of S if `flipped`."""
     return [(x[index].flip(1) if flipped else x[index]).transpose(1, 2) for x in tensors]
 
 
@@ -119,7 +118,7 @@ def _tokens_first(flipped: bool, *tensors: Tensor) -> list[Tensor]:
 def _write(
     total: Tensor | None, index: tuple[slice, slice], value: Tensor, shape: torch.Size, dtype: torch.dtype
 ) -> Tensor:
-    """Return `total` with total[index] = value. Tiles must not overlap; a tile that is all of it is not copied."""
+    """Return `total` after total[index] = value, for tiles that do not overlap. A full-`shape` tile is not copied."""
     if value.shape == shape:
         return value.to(dtype).contiguous()
     if total is None:
@@ -129,7 +128,7 @@ def _write(
 
 
 def _merge(out_BSHK: Tensor, lse_BSH: Tensor, tile_out_BSHK: Tensor, tile_lse_BSH: Tensor) -> None:
-    """Extend, in place, a softmax over some keys by the keys of a tile."""
+    """Add the keys of a tile to an attention output and log-sum-exp over other keys, in place."""
     weight = torch.sigmoid(tile_lse_BSH - lse_BSH)  # exp(tile_lse) / (exp(lse) + exp(tile_lse))
     out_BSHK.lerp_(tile_out_BSHK.to(out_BSHK.dtype), weight.unsqueeze(-1))
     lse_BSH.copy_(torch.logaddexp(lse_BSH, tile_lse_BSH))

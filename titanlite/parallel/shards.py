@@ -1,4 +1,4 @@
-"""The slice that a rank has of a tensor that may be sharded."""
+"""The slice of a sharded tensor that this rank has."""
 
 import math
 from typing import NamedTuple
@@ -9,33 +9,30 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 class Slice(NamedTuple):
-    """A box of a tensor: the index of its first element, and its size, in each dimension."""
+    """A box of a tensor: in each dimension, the index of the first element and the number of elements."""
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
 
     @property
     def indices(self) -> tuple[slice, ...]:
-        """Return the indices that select this slice from the full tensor."""
         return tuple(slice(start, start + n) for start, n in zip(self.offset, self.size, strict=True))
 
     def overlap(self, other: "Slice") -> "Slice | None":
-        """Return the part that both have; None if it is empty."""
+        """Return the intersection of both slices; None if it is empty."""
         starts = tuple(map(max, self.offset, other.offset))
         ends = (min(a + m, b + n) for a, m, b, n in zip(self.offset, self.size, other.offset, other.size, strict=True))
         size = tuple(end - start for start, end in zip(starts, ends, strict=True))
         return Slice(starts, size) if all(n > 0 for n in size) else None
 
     def inside(self, other: "Slice") -> tuple[slice, ...]:
-        """Return the indices that select this slice from a tensor that contains only the `other` slice."""
+        """Return the indices that select this slice from a tensor that is the `other` slice of the full tensor."""
         return Slice(tuple(a - b for a, b in zip(self.offset, other.offset, strict=True)), self.size).indices
 
 
 def shard_slice(tensor: Tensor) -> Slice:
-    """Return which slice of the full tensor this rank has. A plain tensor is its own slice.
-
-    Private: compute_local_shape_and_global_offset (tried on torch 2.11, 2.13 and 2.15).
-    """
+    """Return which slice of the full tensor this rank has. Of a plain tensor, a rank has all elements. Private:
+    compute_local_shape_and_global_offset (tried on torch 2.11, 2.13 and 2.15)."""
     if not isinstance(tensor, DTensor):
         return Slice((0,) * tensor.dim(), tuple(tensor.shape))
     size, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -43,7 +40,7 @@ def shard_slice(tensor: Tensor) -> Slice:
 
 
 def n_replicas(tensor: Tensor) -> int:
-    """Return the number of ranks that have the same shard of a tensor. Raises ValueError for partial sums."""
+    """Return the number of ranks that have the same shard of a tensor. Raises ValueError for unreduced partial sums."""
     if not isinstance(tensor, DTensor):
         return 1
     if any(placement.is_partial() for placement in tensor.placements):
@@ -52,5 +49,4 @@ def n_replicas(tensor: Tensor) -> int:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, and a plain tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

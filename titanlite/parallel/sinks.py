@@ -1,5 +1,5 @@
-"""Attention sinks from the log-sum-exp: one more key of each head, with a score of its own and value 0, joins the
-softmax over the others (techniques/attention_sinks.py).
+"""Attention sinks, computed from the log-sum-exp (techniques/attention_sinks.py). A sink is one more key of each head,
+with a trained score and value 0, in the softmax over all keys.
 
 Shapes: B batch, S tokens, H query heads, K head_dim.
 """
@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 def with_sinks(out_BSHK: Tensor, lse_BHS: Tensor, sinks_H: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the output, changed in place, and the log-sum-exp over all keys and the sinks. Given these, the backward
-    of an attention backend returns the right gradients of queries, keys and values."""
+    """Return the attention output, changed in place, and log-sum-exp over all keys and the sinks. From output and
+    log-sum-exp, an attention backend's backward computes the right gradients of queries, keys and values."""
     if sinks_H is None:
         return out_BSHK, lse_BHS
     sinks_H1 = sinks_H.to(lse_BHS.dtype).unsqueeze(1)
@@ -19,8 +19,8 @@ def with_sinks(out_BSHK: Tensor, lse_BHS: Tensor, sinks_H: Tensor | None) -> tup
 
 
 def gradient_of_sinks(sinks_H: Tensor | None, grad_BSHK: Tensor, out_BSHK: Tensor, lse_BHS: Tensor) -> Tensor:
-    """Return the gradient of the sinks, -sum exp(sink - lse) (grad . out), from the output and log-sum-exp of
-    `with_sinks`: a softmax score's gradient, for a key with value 0. Without sinks, return an empty tensor."""
+    """Return the gradient of the sinks' scores, -sum exp(sink - lse) (grad . out), or an empty tensor without sinks.
+    `out_BSHK` and `lse_BHS` are from `with_sinks`. The formula is a softmax score's gradient, for a key of value 0."""
     if sinks_H is None:
         return grad_BSHK.new_empty(0)
     share_BHS = (sinks_H.to(lse_BHS.dtype).unsqueeze(1) - lse_BHS).exp()

@@ -1,9 +1,9 @@
 """Tensor parallel (TP), sequence parallel and loss parallel: one literal plan for parallelize_module (Megatron-LM,
 arXiv:1909.08053 and arXiv:2205.05198).
 
-Weights are sharded column-wise where a layer fans out (heads, feed-forward channels, vocabulary) and row-wise where it
-sums up again. Between those layers, in the norms and residuals, each rank has a shard of the sequence: an all-gather
-leads into each attention and feed-forward layer and a reduce-scatter out of it, and no activation exists twice.
+Linear layers that produce heads, feed-forward channels or logits are sharded column-wise; wo and w2, which sum over
+heads or channels, row-wise. In norms and residuals, each rank has a shard of the sequence: an all-gather leads into
+each attention and feed-forward layer, a reduce-scatter leads out, and no two ranks store the same activations.
 """
 
 import functools
@@ -26,13 +26,13 @@ from titanlite.parallel.own_rules import ShardsWeights
 from titanlite.torch_workarounds import ignore_warnings_of_views, look_up
 
 SEQUENCE = Shard(0)  # placement of an activation [N, D]: a rank has a shard of the tokens
-HEADS = 2  # the dimension of heads, of queries and keys [B, T, heads, K]
+HEADS = 2  # dimension of the heads in queries and keys [B, T, heads, K]
 FULL = Replicate()
 
 
 class RowsParallel(ParallelStyle):
-    """Shards a module's weight over its first dimension: the vocabulary, or the channels of a norm. `forward`, which
-    gets the module, the mesh and the module's inputs, computes the output."""
+    """Shards a module's weight over its first dimension: the vocabulary, or the channels of a norm. The function
+    `forward` computes the output from the module, the mesh and the module's inputs."""
 
     def __init__(self, forward: Callable[..., Tensor]):
         self.forward = forward
@@ -45,24 +45,24 @@ class RowsParallel(ParallelStyle):
 
 
 def project(module: nn.Module, mesh: DeviceMesh, x_ND: DTensor, targets_N: Tensor | None = None) -> Tensor:
-    """Return the output head's logits, gathered, or its loss. The sequence is gathered into a DTensor, from which
-    loss.chunked_cross_entropy takes what it needs."""
+    """Return the output head's logits, gathered over the vocabulary, or the loss if there are targets. The sequence
+    dimension of the input is gathered first."""
     output = type(module).forward(module, x_ND.redistribute(placements=[FULL]), targets_N)
     return output.redistribute(placements=[FULL]).to_local() if targets_N is None else output
 
 
-# A bias of a column-wise layer is sharded with its outputs. That of a row-wise layer exists on every rank, and torch
-# adds it on one of them, before the sum.
+# A bias of a column-wise layer is sharded like the layer's outputs. Every rank has the full bias of a row-wise layer,
+# and torch adds this bias on one rank, before the sum over ranks.
 # fmt: off
 BLOCK_STYLES: dict[str, ParallelStyle] = {
     "attention_norm":   SequenceParallel(sequence_dim=0),
-    # (x, rope, documents): the sequence is gathered, the rest are full tensors on every rank.
+    # Inputs are (x, rope, documents): x is gathered; rope and documents are full tensors on every rank.
     "attention":        PrepareModuleInput(input_layouts=(SEQUENCE, None, None),
                                            desired_input_layouts=(FULL, None, None)),
     "attention.wq":     ColwiseParallel(),
     "attention.wk":     ColwiseParallel(),
     "attention.wv":     ColwiseParallel(),
-    # Each rank has a shard of the heads and normalizes all channels of each, as it does for a shard of the tokens.
+    # Each rank normalizes its shard of the heads, all channels of each head.
     "attention.q_norm": SequenceParallel(sequence_dim=HEADS, use_local_output=True),
     "attention.k_norm": SequenceParallel(sequence_dim=HEADS, use_local_output=True),
     "attention.wo":     RowwiseParallel(output_layouts=SEQUENCE),
@@ -84,7 +84,7 @@ ENDS: dict[str, ParallelStyle] = {
 
 
 def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
-    """Shard a model or a pipeline stage over a one-dimensional mesh, in place, except what shards itself."""
+    """Shard a model or a pipeline stage over a one-dimensional mesh, in place, except ShardsWeights modules."""
     ignore_warnings_of_views()
     parallelize_module(model, mesh, {name: style for name, style in ENDS.items() if getattr(model, name) is not None})
     for block in model.layers.values():

@@ -1,11 +1,11 @@
 """Attention in tiles: under context parallel (CP), a document mask, a sliding window, or with attention sinks.
 
-Context parallel splits every sequence over ranks, and only attention communicates between its shards: ring x Ulysses
-(USP, arXiv:2405.07719). Ulysses ranks exchange sequence for heads (ulysses.py); ring ranks send keys and values around
-a ring (ring.py). Which queries attend to which keys is in tiles.py.
+Context parallel splits every sequence over ranks, and only attention communicates between the shards of a sequence:
+ring x Ulysses (USP, arXiv:2405.07719). Ulysses ranks exchange sequence for heads (ulysses.py); ring ranks send keys and
+values around a ring (ring.py). Which queries attend to which keys is in tiles.py.
 
-Shapes: B batch, T tokens of this rank, S tokens of all its Ulysses ranks (two chunks, or one without a ring), H query
-heads, G KV heads, N heads of q, k and v, K head_dim. Where S stands, heads are those that a Ulysses rank attends with.
+Shapes: B batch, T tokens of this rank, S tokens of all Ulysses ranks together (two chunks, or one without a ring), H
+query heads, G KV heads, N heads of q, k and v, K head_dim. A tensor with S tokens has only one Ulysses rank's heads.
 """
 
 from typing import Any
@@ -23,13 +23,10 @@ from titanlite.parallel.ulysses import heads_to_sequence, sequence_to_heads
 
 
 class TiledAttention(nn.Module):
-    """Computes model.ScaledDotProductAttention over sequences that tiles.local_positions splits.
-
-    The ranks of `ring_group` send keys and values around a ring, those of `ulysses_group` exchange sequence for heads;
-    None: only this rank. `backend` is a name in attention.ATTENTION_BACKENDS. With a `window` above 0, position t of a
-    sequence attends to positions t - window + 1 to t of its document only. `sinks`: one more key of each head, with
-    this score and value 0 (techniques/attention_sinks.py).
-    """
+    """Computes model.ScaledDotProductAttention over sequences that tiles.local_positions splits over ranks. The groups
+    are those of mesh.Layout, `backend` is a name in ATTENTION_BACKENDS. With `window` > 0, position t of a sequence
+    attends only to positions t - window + 1 to t of the same document. `sinks`: for each head, the score of one more
+    key with value 0 (techniques/attention_sinks.py)."""
 
     def __init__(
         self, ring_group: Group, ulysses_group: Group, backend: str, window: int = 0, sinks: nn.Parameter | None = None
@@ -40,13 +37,9 @@ class TiledAttention(nn.Module):
         self.ring_size, self.ulysses_size = _size(self.ring), _size(self.ulysses)
 
     def forward(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Documents | None = None) -> Tensor:
-        """Return [B, T, H, K]. Query head h attends to KV head h * G // H. Raise ValueError if heads or tokens cannot
-        be split evenly, or the positions in documents have another shape or device.
-
-        Args:
-            documents: of all tokens of this rank's Ulysses ranks, [B, S], not only of this rank's. None: a sequence is
-                one document.
-        """
+        """Return [B, T, H, K]. Query head h attends to KV head h * G // H. `documents`: positions [B, S] of all tokens
+        of the Ulysses ranks together, in host memory; None: a sequence is one document. Raises ValueError if heads or
+        tokens cannot be split evenly, or the positions have a wrong shape or device."""
         batch, tokens, heads, _ = q_BTHK.shape
         ranks, kv_heads = self.ulysses_size, k_BTGK.shape[2]
         sequence = tokens * ranks
@@ -58,18 +51,18 @@ class TiledAttention(nn.Module):
         if positions is not None and (positions.shape != (batch, sequence) or not positions.is_cpu):
             actual = f"{list(positions.shape)} on {positions.device}"
             raise ValueError(f"document_positions: expected [{batch}, {sequence}] in host memory, got {actual}")
-        window = self.window if self.window < sequence * self.ring_size else 0  # 0: a window of the full sequence
+        window = self.window if self.window < sequence * self.ring_size else 0  # 0: the window hides no key
         rank = _GROUPS[self.ulysses].rank() if self.ulysses else 0
         sinks = None if self.sinks is None else local_shard(self.sinks).chunk(ranks)[rank]
         return _attention(q_BTHK, k_BTGK, v_BTGK, positions, sinks, self.ring, self.ulysses, self.backend, window)[0]
 
 
-# Groups have names, since arguments of operators are tensors, numbers and strings.
+# Operators get process groups by name, since their arguments can only be tensors, numbers and strings.
 _GROUPS: dict[str, Group] = {"": None}
 
 
 def _register(group: Group) -> str:
-    """Return the name by which operators find a process group; "" for this rank only."""
+    """Store a process group for the operators. Return its name; "" if the group is this rank alone."""
     if group is None or group.size() == 1:
         return ""
     _GROUPS[group.group_name] = group
@@ -81,11 +74,11 @@ def _size(group: str) -> int:
 
 
 def _local_heads(q_BTHK: Tensor, k_BTGK: Tensor, ulysses: str) -> list[int]:
-    """Return the numbers of heads of q, k and v that a rank attends with."""
+    """Return how many heads of q, k and v a Ulysses rank attends with."""
     return [x.shape[2] // _size(ulysses) for x in (q_BTHK, k_BTGK, k_BTGK)]
 
 
-# The operators: opaque to torch.compile, so that it neither breaks its graph here nor moves the communication. --------
+# Custom operators: torch.compile does not look inside, and neither breaks its graph nor moves communication ----------
 @torch.library.custom_op("titanlite::tiled_attention", mutates_args=())
 def _attention(
     q: Tensor,
@@ -98,10 +91,10 @@ def _attention(
     backend: str,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the output [B, T, H, K] and, saved for backward, the log-sum-exp [B, H, S] and, with Ulysses only, the
-    inputs and the output of attention between the all-to-alls: q, k, v in one [B, S, N, K], and [B, S, H, K]."""
+    """Return the output [B, T, H, K] and three tensors to save for backward: the log-sum-exp [B, H, S] and, with
+    Ulysses (else empty), attention's input q, k, v [B, S, N, K] and output [B, S, H, K] between the all-to-alls."""
     if not ulysses:
-        empty = q.new_empty(0), q.new_empty(0)  # outputs must not be inputs
+        empty = q.new_empty(0), q.new_empty(0)  # an operator must not return its inputs q, k, v
         return *with_sinks(*_local_forward(q, k, v, document_positions, ring, backend, window), sinks), *empty
     qkv_BSNK = sequence_to_heads([q, k, v], _GROUPS[ulysses])
     qkv = qkv_BSNK.split(_local_heads(q, k, ulysses), dim=2)
@@ -130,8 +123,7 @@ def _attention_backward(
     backend: str,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v, and of sinks or nothing, from grad_out [B, T, H, K] and saved (q, k, v, out,
-    lse), all with S tokens."""
+    """Return the gradients of q, k, v and sinks (else empty). `saved`: q, k, v, out, lse, all with S tokens."""
     grad_out = sequence_to_heads([grad_out], _GROUPS[ulysses]) if ulysses else grad_out.contiguous()
     grads = _local_backward([grad_out, *saved], document_positions, ring, backend, window)
     d_sinks = gradient_of_sinks(sinks, grad_out, *saved[3:])
@@ -149,7 +141,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     q, k, v, document_positions, sinks, *ctx.options = inputs
     out, lse, qkv, inner = output
     ulysses = ctx.options[1]
-    ctx.set_materialize_grads(False)  # the other outputs have no gradients
+    ctx.set_materialize_grads(False)  # lse, qkv and inner have no gradients: do not allocate zeros
     ctx.mark_non_differentiable(lse, qkv, inner)
     attended = (*qkv.split(_local_heads(q, k, ulysses), dim=2), inner) if ulysses else (q, k, v, out)
     ctx.save_for_backward(*attended, lse, document_positions, sinks)
@@ -164,7 +156,7 @@ def _backward(ctx: Any, grad_out: Tensor, *_: None) -> tuple[Tensor | None, ...]
 _attention.register_autograd(_backward, setup_context=_setup_context)
 
 
-# Between the all-to-alls: without a ring, one call for all documents or window blocks, if the backend can -------------
+# Attention between Ulysses all-to-alls: without a ring, one packed call if the backend has one; else ring.py ----------
 def _is_packed(document_positions: Tensor | None, ring: str, backend: str, window: int) -> bool:
     return not ring and backend in PACKED_ATTENTION and (document_positions is not None or window > 0)
 
@@ -190,17 +182,18 @@ def _local_backward(
     return tuple(grad.view(x.shape) for grad, x in zip(grads, saved[1:4], strict=True))
 
 
-_BOUNDS = WeakTensorKeyDictionary()  # keys: positions, which layers share. Private: torch.utils.weak (2.11 to 2.14)
+# _BOUNDS caches bounds by the tensor of positions, which all layers share. Private: torch.utils.weak (2.11 to 2.14).
+_BOUNDS = WeakTensorKeyDictionary()
 
 
 def _bounds(document_positions_BS: Tensor | None, q_BSHK: Tensor) -> tuple[Tensor, int]:
-    """Return PackedAttention's bounds and longest. The bounds of documents are computed on the host."""
+    """Return `bounds` and `longest` as PackedAttention takes them, computed on the host from document positions."""
     batch, length = q_BSHK.shape[:2]
     if document_positions_BS is None:
         return torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q_BSHK.device), length
     if document_positions_BS not in _BOUNDS:
         begins = document_positions_BS == 0
-        begins[:, 0] = True  # a sequence may begin in the middle of a document
+        begins[:, 0] = True  # position 0 is missing if a sequence begins in the middle of a document
         bounds = torch.cat([begins.flatten().nonzero().flatten(), torch.tensor([begins.numel()], device="cpu")]).int()
         on_device = bounds.pin_memory().to(q_BSHK.device, non_blocking=True) if q_BSHK.is_cuda else bounds
         _BOUNDS[document_positions_BS] = on_device, int(bounds.diff().max())

@@ -1,10 +1,10 @@
 """Which queries attend to which keys, as tiles of the attention matrix: plain geometry, without communication.
 
-Zig-zag load balancing: later queries attend to more keys. The sequence is split into 2 x ring chunks, and ring rank r
-has chunks r and 2 x ring - 1 - r (Llama 3, arXiv:2407.21783, section 3.3.2; ring-flash-attention). So each rank has the
-same work in each ring step, and none of it is masked after the first: all queries attend to the first chunk of an
-earlier rank's keys and none to the second, and only the second chunk of queries attends to a later rank's keys. With
-two ranks, where c is a causal triangle of ring step 0, and a digit a full block of the ring step of that number:
+Zig-zag load balancing: since later queries attend to more keys, the sequence is split into 2 x ring chunks, and ring
+rank r has chunks r and 2 x ring - 1 - r (Llama 3, arXiv:2407.21783, section 3.3.2; ring-flash-attention). Each rank
+then has the same work in each ring step, and only ring step 0 needs a causal mask: later, all queries attend to the
+first chunk of an earlier rank's keys, or the second chunk of queries attends to both chunks of a later rank's keys.
+In this example with two ranks, c is a causal triangle of ring step 0, and 0 or 1 a full block of that ring step:
 
                   keys  0 1 2 3    chunk
                         0 1 1 0    of rank
@@ -13,16 +13,15 @@ two ranks, where c is a causal triangle of ring step 0, and a digit a full block
              2, rank 1  1 0 c
              3, rank 0  0 1 1 c
 
-Documents need no mask either: the pairs of tokens in two chunks that share a document form a rectangle, and within a
-chunk each document is a causal triangle.
+Documents need no mask: within a chunk, each document is a causal triangle, and between two chunks, the tokens of the
+one document that both share form a rectangle.
 
-Nor does a sliding window (Longformer, arXiv:2004.05150; Mistral 7B, arXiv:2310.06825), which bounds the keys of a query
-from the left. A triangle that is longer than the window becomes triangles of the window's length. Where the bound moves
-through a block of earlier keys, the queries see a triangle of the opposite kind. It is causal if queries and keys are
-in reverse order, so that every attention backend can compute it. Nothing is computed for keys that no query sees, and
-ring steps in which no rank's queries see a key are skipped.
+A sliding window (Longformer, arXiv:2004.05150; Mistral 7B, arXiv:2310.06825) needs no mask either. A triangle longer
+than the window becomes several triangles of the window's length. Where the window ends within a block of earlier keys,
+queries see a triangle of the opposite kind, which every attention backend can compute: in reverse order of queries and
+keys, this triangle is causal. Keys that no query sees cost nothing, and ring steps without visible keys are skipped.
 
-B batch, S tokens of a ring rank (two chunks, or one without a ring).
+Shapes: B batch, S tokens of a ring rank (two chunks, or one without a ring).
 """
 
 from collections.abc import Iterator
@@ -34,10 +33,8 @@ from torch import Tensor
 
 
 def local_positions(seq_len: int, *, ring: int, ulysses: int, rank: int) -> Tensor:
-    """Return the positions of a rank's tokens in their sequence of `seq_len`, int64 [seq_len / (ring * ulysses)].
-
-    `rank` is ring rank * ulysses + Ulysses rank. Raise ValueError if it does not exist, or the split is not even.
-    """
+    """Return the positions of a rank's tokens in a sequence of `seq_len`, int64 [seq_len / (ring * ulysses)]. `rank` is
+    ring rank * ulysses + Ulysses rank. Raises ValueError if `rank` is too large, or the split is not even."""
     n_chunks = 2 * ring if ring > 1 else 1
     if seq_len % n_chunks or seq_len // ring % ulysses:
         raise ValueError(f"{seq_len} tokens cannot be split evenly over ring {ring} x ulysses {ulysses}")
@@ -48,37 +45,36 @@ def local_positions(seq_len: int, *, ring: int, ulysses: int, rank: int) -> Tens
 
 
 class Tile(NamedTuple):
-    """A tile is one call of an attention backend: indices of its queries and of its keys into [B, S, ...]."""
+    """A tile is one call of an attention backend, given by the indices of queries and keys in [B, S, ...] tensors."""
 
     queries: tuple[slice, slice]
     keys: tuple[slice, slice]
     causal: bool
     flipped: bool = False
-    """The backend gets queries and keys in reverse order: if `causal`, each of them attends to its own key and those
-    after it."""
+    """Whether the backend gets queries and keys in reverse order: `causal` then hides keys before the query."""
 
     @property
     def on_diagonal(self) -> bool:
-        """Whether queries attend to their own keys. Each query has one such tile, and merges the others into it."""
+        """Whether queries attend to their own keys. Each query has one tile on the diagonal, computed first."""
         return self.causal and not self.flipped
 
 
 def chunk_numbers(rank: int, size: int) -> list[int]:
-    """Return the chunks of the sequence that a ring rank has, in its order."""
+    """Return the numbers of the chunks that a ring rank has, ascending; `size` is the number of ring ranks."""
     return [rank, 2 * size - 1 - rank] if size > 1 else [0]
 
 
 class Chunk(NamedTuple):
-    """The documents of a chunk, in plain numbers, so that nothing waits for a device."""
+    """The documents of a chunk, as Python ints, so that no code waits for a device."""
 
     position: int
     """Position of the chunk's first token in its document."""
     bounds: list[int]
-    """Where documents begin in the chunk, and where the last one ends."""
+    """Where documents begin in the chunk, and where the last document of the chunk ends."""
 
 
 def chunks_of(document_positions_BS: Tensor | None, size: int) -> list[list[Chunk]] | None:
-    """Return the chunks of a ring rank for each sequence; None, if a sequence is one document."""
+    """Return the chunks of a ring rank for each sequence of its batch; None if each sequence is one document."""
     if document_positions_BS is None:
         return None
 
@@ -91,11 +87,8 @@ def chunks_of(document_positions_BS: Tensor | None, size: int) -> list[list[Chun
 
 
 def ring_steps(tokens: int, size: int, window: int) -> list[int]:
-    """Return the ring steps in which a query of any rank sees a key. They are the same on every rank.
-
-    In step s, some ranks have keys of chunks that are s before theirs, and the others, by zig-zag, of chunks that are
-    size - s before theirs; all other pairs of chunks are farther from each other.
-    """
+    """Return the ring steps in which a query of any rank sees a key, the same list on every rank. In step s, keys are
+    at least s chunks before the queries on some ranks, and size - s chunks before them on other ranks (zig-zag)."""
     length, window = tokens // len(chunk_numbers(0, size)), window or tokens * size
     return [step for step in range(size) if step == 0 or (min(step, size - step) - 1) * length + 1 < window]
 
@@ -103,11 +96,11 @@ def ring_steps(tokens: int, size: int, window: int) -> list[int]:
 def tiles_of_step(
     documents: list[list[Chunk]] | None, tokens: int, rank: int, source: int, size: int, window: int = 0
 ) -> Iterator[Tile]:
-    """Yield tiles that cover all pairs of a query of ring rank `rank` and a key of `source` that it sees; each rank has
-    `tokens` (S). If both are one rank, tiles on the diagonal cover each query once, before other tiles that have it."""
+    """Yield tiles that cover all pairs of a query of ring rank `rank` and a visible key of ring rank `source`.
+    `tokens`: the number of tokens of a ring rank. If rank = source, a query's tile on the diagonal comes first."""
     own, others = chunk_numbers(rank, size), chunk_numbers(source, size)
     length, window = tokens // len(own), window or tokens * size
-    if documents is None and window >= (own[-1] + 1 - others[0]) * length:  # the window hides no key
+    if documents is None and window >= (own[-1] + 1 - others[0]) * length:  # neither documents nor the window hide keys
         queries = slice(None), slice(length if source > rank else 0, tokens)
         keys = slice(None), slice(0, length if source < rank else tokens)
         yield Tile(queries, keys, causal=source == rank)
@@ -124,23 +117,24 @@ def tiles_of_step(
                     yield Tile((b, _slice(queries, i * length)), (b, _slice(keys, j * length + distance)), *kind)
 
 
-_Part = tuple[range, range, bool, bool]  # queries and keys, counted from a chunk's first token; causal, flipped
+_Part = tuple[range, range, bool, bool]  # (queries, keys, causal, flipped); positions count from the queries' chunk
 
 
 def _band(position: int, bounds: list[int], distance: int, length: int, window: int) -> Iterator[_Part]:
-    """Yield what the queries of a chunk (`position`, `bounds`: see Chunk) see of the chunk `distance` tokens before."""
+    """Yield parts that cover what a Chunk's queries see of the keys in the chunk `distance` tokens before."""
     if distance == 0:
         for begin, end in pairwise(bounds):
             yield from _triangle(begin, end, window)
     elif distance > 0:
-        # Only the document of this chunk's first token can have begun in the other one.
+        # Of this chunk's documents, only the first can have begun in the earlier chunk.
         keys = range(max(-position, -distance), length - distance)
         if keys:
             yield from _rectangle(range(bounds[1]), keys, window)
 
 
 def _triangle(begin: int, end: int, window: int) -> Iterator[_Part]:
-    """Yield what tokens begin to end see: their own block of the window's length, and some of the block before it."""
+    """Yield parts that cover a causal triangle of tokens `begin` to `end`, in blocks of `window` tokens: each query
+    sees keys of its own block and of the block before."""
     for start in range(begin, end, window):
         block = range(start, min(start + window, end))
         yield block, block, True, False
@@ -149,8 +143,8 @@ def _triangle(begin: int, end: int, window: int) -> Iterator[_Part]:
 
 
 def _rectangle(queries: range, keys: range, window: int) -> Iterator[_Part]:
-    """Yield what queries see of keys before them. The first queries see all keys. Queries whose window begins within
-    the keys see a triangle, and all keys to the right of it. The last queries see none."""
+    """Yield parts that cover what queries see of earlier keys: all keys while the window begins before the keys, then a
+    triangle and all keys to the right of it, and no keys after the window has passed them."""
     begin = min(max(keys.start + window, queries.start), queries.stop)
     end = max(min(keys.stop + window - 1, queries.stop), begin)
     if begin > queries.start:

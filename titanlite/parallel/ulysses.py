@@ -1,5 +1,5 @@
-"""Ulysses ranks exchange sequence for heads in an all-to-all before attention, and back after it, so that each attends
-with some heads of all their tokens (DeepSpeed-Ulysses, arXiv:2309.14509).
+"""Ulysses ranks exchange sequence for heads in an all-to-all before attention, and back after it: each rank attends
+with some heads, over the tokens of all Ulysses ranks (DeepSpeed-Ulysses, arXiv:2309.14509).
 
 Shapes: B batch, T tokens of this rank, S tokens of all U Ulysses ranks, N heads in a message, K head_dim.
 """
@@ -10,16 +10,16 @@ from torch import Tensor
 
 
 def sequence_to_heads(tensors: list[Tensor], group: dist.ProcessGroup) -> Tensor:
-    """Turn several [B, T, heads, K] into one [B, S, N, K]: this rank's shard of the heads of each, for all tokens."""
+    """Turn [B, T, heads, K] tensors into one [B, S, N, K]: this rank's heads of each, for all Ulysses ranks' tokens."""
     send_UBTNK = torch.cat([x.unflatten(2, (group.size(), -1)).movedim(2, 0) for x in tensors], dim=3)
     return _all_to_all(send_UBTNK, group).movedim(0, 1).flatten(1, 2)
 
 
 def heads_to_sequence(tensors: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """Turn several [B, S, heads, K] into as many [B, T, heads x U, K]."""
+    """Turn [B, S, heads, K] tensors into [B, T, heads x U, K] tensors: all heads, for this rank's tokens."""
     send_UBTNK = torch.cat([x.unflatten(1, (group.size(), -1)).movedim(1, 0) for x in tensors], dim=3)
     received = _all_to_all(send_UBTNK, group).split([x.shape[2] for x in tensors], dim=3)
-    # Cloned, since outputs of an operator must not share memory, and with one head each these would.
+    # Clone each output: the splits may share memory, which the outputs of a custom operator must not.
     return [x.movedim(0, 2).clone(memory_format=torch.contiguous_format).flatten(2, 3) for x in received]
 
 

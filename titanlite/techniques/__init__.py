@@ -1,1 +1,1 @@
-"""Techniques: each is in use only if an option asks for it. The rest of the package imports none of them at its top."""
+"""A technique runs only if an option asks for it. No module outside this folder imports a technique at its top."""

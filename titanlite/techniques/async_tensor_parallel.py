@@ -1,5 +1,4 @@
-"""Async tensor parallel (async TP): inductor decomposes the collectives, and overlaps them with the matrix products
-before and after them. It needs CUDA, and has run on none yet."""
+"""Async tensor parallel on CUDA: inductor overlaps collectives with matrix products (not run on a GPU yet)."""
 
 import warnings
 
@@ -9,8 +8,8 @@ import torch.distributed as dist
 def enable_async_tensor_parallel(group: dist.ProcessGroup) -> None:
     """Have inductor overlap the collectives of tensor-parallel ranks.
 
-    Private: _micro_pipeline_tp and symmetric memory (read in 2.11, 2.13 and 2.15). 2.13 and later warn that the latter
-    need not be enabled.
+    Private APIs of torch: _micro_pipeline_tp and symmetric memory (read in torch 2.11, 2.13 and 2.15). Since torch 2.13
+    enable_symm_mem_for_group warns that nobody needs to call it.
     """
     warnings.filterwarnings("ignore", message=".*enable_symm_mem_for_group", category=FutureWarning)
     from torch._inductor import config

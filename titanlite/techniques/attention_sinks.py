@@ -1,8 +1,7 @@
 """Attention sinks (gpt-oss, arXiv:2508.10925; StreamingLLM, arXiv:2309.17453): the softmax of each query head has one
-more key, with a learned score, the sink, and value 0. So a head can attend to nothing.
+more key, whose score (the sink) is learned and whose value is 0. A sink lets a head attend to nothing.
 
-On parallel layouts TiledAttention has the sinks, and computes them from the log-sum-exp. This class computes them
-by their definition: on one device, in generation, and as the reference of tests.
+SinkAttention computes sinks by their definition. On parallel layouts TiledAttention uses the log-sum-exp instead.
 
 Shapes: B batch, T queries, S keys, H query heads, G KV heads, M = H / G, K head_dim.
 """
@@ -19,34 +18,33 @@ from titanlite.parallel.shards import local_shard
 
 
 class SinkAttention(ScaledDotProductAttention):
-    """Computes model.ScaledDotProductAttention with sinks. Its memory grows with T x S."""
+    """Computes model.ScaledDotProductAttention with sinks. Scores and mask take memory in proportion to T x S."""
 
     def __init__(self, model: Model):
         super().__init__(model.sliding_window)
         self.sinks = nn.Parameter(torch.empty(model.n_heads))
 
     def forward(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Documents | None = None) -> Tensor:
-        """Return [B, T, H, K]. The arguments are ScaledDotProductAttention's."""
+        """Return the output [B, T, H, K]. The arguments are those of ScaledDotProductAttention.forward."""
         if documents is not None:
-            return super().forward(q_BTHK, k_BTGK, v_BTGK, documents)  # the base class calls this for each document
+            return super().forward(q_BTHK, k_BTGK, v_BTGK, documents)  # the base class calls forward for each document
         q_BHTK, k_BGTK, v_BGTK = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
         full_TT = q_BHTK.new_ones(q_BHTK.shape[2], q_BHTK.shape[2], dtype=torch.bool)
         mask_TT = full_TT.tril().triu(1 - (self.window or len(full_TT)))
         return self._attend(q_BHTK, k_BGTK, v_BGTK, mask_TT, local_shard(self.sinks)[:, None, None]).transpose(1, 2)
 
     def attend_cached(self, q_BGMK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, *, attn_mask: Tensor) -> Tensor:
-        """Attend from one new token of each sequence, and return [B, G, M, K]. The M query heads of a KV head stand in
-        the place of the queries. `attn_mask` [B, 1, 1, S] says which keys a token attends to."""
+        """Attend from one new token of each sequence, and return [B, G, M, K]. Dimension 2 of `q_BGMK`, where attention
+        has queries, has the M query heads of a KV head. `attn_mask` [B, 1, 1, S] is true for keys to attend to."""
         sinks_GM1 = local_shard(self.sinks).view(*q_BGMK.shape[1:3], 1)
         return self._attend(q_BGMK, k_BGSK, v_BGSK, attn_mask, sinks_GM1)
 
     def shard_weights(self, tensor: DeviceMesh | None, expert: DeviceMesh | None) -> None:
-        """Shard the sinks with their heads."""
         if tensor:
             self.sinks = nn.Parameter(distribute_tensor(self.sinks, tensor, [Shard(0)], src_data_rank=None))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
-        """Attend to the keys that a mask allows, and to a last key of zeros, whose score is the sink."""
+        """Attend to the keys that `mask` allows, and to an added last key of zeros, whose score is the sink."""
         scores = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
         shape = torch.broadcast_shapes(scores.shape[:-1], sinks.shape[:-1])
         scores = torch.cat((scores.expand(*shape, -1), sinks.to(q.dtype).expand(*shape, 1)), dim=-1)

@@ -1,9 +1,8 @@
 """Exponential moving average (EMA) of the weights (after Polyak averaging, doi:10.1137/0330046).
 
-After update c of an optimizer, ema = d ema + (1 - d) weights, where d = ema.decay. Up to update ema.start_step the
-average is the weights themselves. The average is an optimizer state: it is sharded like its weight, each rank averages
-its own shard without communication, and checkpoints save and reshard it. It is in float32, as small steps of an average
-would be rounded away in bfloat16; weights in float64 have one in float64.
+After each update of an optimizer, ema = d ema + (1 - d) weights, where d = ema.decay. Up to update ema.start_step the
+average equals the weights. The average is an optimizer state: each rank averages its own shard of a weight, and
+checkpoints save the averages. bfloat16 would round away small changes of an average, which is therefore in float32.
 """
 
 import contextlib
@@ -18,17 +17,17 @@ from titanlite.parallel.shards import local_shard
 from titanlite.validation import Validator
 
 AVERAGE, COUNT = "ema", "ema_step"
-"""Names of the optimizer states: the average of a weight, and the number of updates that were taken."""
+"""Names of the two optimizer states: the average of a weight, and the number of updates that the optimizer took."""
 
 
 def follow(optimizer: torch.optim.Optimizer, options: Ema) -> None:
-    """Have each step of an optimizer update the average of its weights. A step that is not taken changes nothing."""
+    """Have each step of an optimizer update the averages of its weights. A skipped step changes no average."""
     optimizer.register_step_post_hook(lambda *_: update(optimizer, options))
 
 
 @torch.no_grad()
 def update(optimizer: torch.optim.Optimizer, options: Ema) -> None:
-    """Average the weights of a step that was just taken, unless its `found_inf` is 1. The host does not wait."""
+    """Update the averages after an optimizer step, unless the optimizer's `found_inf` is 1. The host does not wait."""
     count = _create_states(optimizer)
     taken = 1 - getattr(optimizer, "found_inf", torch.zeros_like(count))
     count.add_(taken)
@@ -41,8 +40,8 @@ def update(optimizer: torch.optim.Optimizer, options: Ema) -> None:
 
 
 def _create_states(optimizer: torch.optim.Optimizer) -> Tensor:
-    """Add the average, equal to the weight, to the states of each weight that lacks it. Return the count, one tensor
-    that is a state of every weight: under another layout, some rank may have only one of them."""
+    """Add an average, equal to the weight, to the states of each weight that has none. Return the count of updates. One
+    count tensor is a state of every weight, because a rank of another layout may have only one of the weights."""
     device = optimizer.param_groups[0]["params"][0].device
     counts = (state[COUNT] for state in optimizer.state.values() if COUNT in state)
     count = next(counts, torch.zeros((), device=device))
@@ -56,8 +55,7 @@ def _create_states(optimizer: torch.optim.Optimizer) -> Tensor:
 
 @contextlib.contextmanager
 def averaged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Put the averages in the place of the weights. After the body, the weights are back, bit for bit. They take the
-    memory of one more copy meanwhile, which gradients have during a step."""
+    """Replace the weights by their averages within a `with` block, and restore the weights afterwards, bit for bit."""
     shards = [local_shard(weight) for weight in optimizer.state]
     weights = [shard.clone() for shard in shards]
     try:
@@ -70,19 +68,19 @@ def averaged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 class AveragedValidator(Validator):
-    """Validates, and generates samples, with the average of the weights that an optimizer trains."""
+    """Validates, and generates samples, with the averages of the weights that `optimizer` trains."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *arguments: Any):
         super().__init__(*arguments)
         of_validation = self.batches
 
         def batches() -> Any:
-            self._averages.enter_context(averaged(optimizer))  # a validation that is due asks for batches
+            # Validator asks for batches only when a validation begins.
+            self._averages.enter_context(averaged(optimizer))
             return of_validation()
 
         self.batches = batches
 
     def after_step(self, step: int, *, is_last: bool, stopping: bool) -> dict[str, float]:
-        """Return what a Validator does."""
         with torch.no_grad(), contextlib.ExitStack() as self._averages:
             return super().after_step(step, is_last=is_last, stopping=stopping)

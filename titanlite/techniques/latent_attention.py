@@ -1,8 +1,8 @@
 """Multi-head latent attention (MLA, DeepSeek-V2, arXiv:2405.04434, section 2.1), written for one device.
 
-The keys and values of all heads are computed from one small vector per token, the latent; with q_lora_rank, queries are
-computed from a second one. Some channels of a head have a rotary embedding. Those of keys are shared by all heads, and
-computed from the residual stream, not from the latent. DeepSeek-V3 (arXiv:2412.19437) has the same layer.
+The keys and values of all heads are computed from one small vector per token, the latent. If q_lora_rank is set, the
+queries are computed from a second latent. All heads share the key channels with rotary embedding, which are computed
+from the residual stream and not from the latent. DeepSeek-V3 (arXiv:2412.19437) uses the same layer.
 
 Shapes: B batch, T sequence, N = B x T tokens, D model width, H heads, Q q_lora_rank, L kv_lora_rank. A head of queries
 or keys has K = P + R channels, P without and R with rotary embedding; a head of values has V channels.
@@ -20,8 +20,8 @@ from titanlite.rope import apply_rotary_emb
 
 
 class LatentAttention(nn.Module):
-    """Takes the place of model.Attention, and computes from latents. torch's fused kernels want one width for all
-    heads, K, so `inner_attention` gets values padded with zeros, and its output has the same padding."""
+    """Replaces model.Attention, and computes queries, keys and values from latents. torch's fused attention requires
+    one width, so inner_attention gets values that are padded with zeros from V to K channels."""
 
     def __init__(self, model: Model):
         super().__init__()
@@ -46,15 +46,15 @@ class LatentAttention(nn.Module):
         self.inner_attention = ScaledDotProductAttention(model.sliding_window)
 
     def latents(self, x_ND: Tensor) -> list[Tensor]:
-        """Return what all heads share: the latent of queries [N, Q] (if there is one), the latent of keys and values
-        [N, L], and the keys that will have a rotary embedding [N, R]."""
+        """Return the tensors that all heads share: the latent of queries [N, Q] (only if q_lora_rank is set), the
+        latent of keys and values [N, L], and the key channels for the rotary embedding, not yet rotated, [N, R]."""
         kv_NL, k_NR = self.wkv_a(x_ND).split((self.kv_rank, self.rope_dim), dim=-1)
         q_latent = [self.q_norm(self.wq_a(x_ND))] if self.wq is None else []
         return [*q_latent, self.kv_norm(kv_NL), k_NR]
 
     def forward(self, x_ND: Tensor, rope_TK2: Tensor, documents: Documents | None) -> Tensor:
-        """Return [N, D]. The arguments are model.Attention's."""
-        sizes = -1, rope_TK2.shape[-3]  # -1: as many sequences (and below heads) as this rank has
+        """Return the output [N, D]. The arguments are those of model.Attention.forward."""
+        sizes = -1, rope_TK2.shape[-3]  # -1: as many sequences (below: heads) as this rank has
         *q_latent, kv_NL, k_NR = self.latents(x_ND)
         q_NHK = (self.wq_b(*q_latent) if self.wq is None else self.wq(x_ND)).unflatten(-1, (-1, self.head_dim))
         q_BTHP, q_BTHR = q_NHK.unflatten(0, sizes).split((self.nope_dim, self.rope_dim), dim=-1)
@@ -71,8 +71,8 @@ class LatentAttention(nn.Module):
 
 
 def query_scale(model: Model) -> float:
-    """Return the factor on queries. Inner attention applies another one, 1 / sqrt(K). Under YaRN, DeepSeek multiplies
-    scores by the square of the factor that YaRN's paper has on rotated queries and on rotated keys."""
+    """Return the factor on queries, apart from the 1 / sqrt(K) of inner attention. Under YaRN, DeepSeek multiplies
+    scores by the square of the factor that YaRN's paper applies to rotated queries and to rotated keys."""
     if model.rope_scaling_factor == 1:
         return 1.0
     return (0.1 * model.mla.mscale_all_dim * math.log(model.rope_scaling_factor) + 1) ** 2

@@ -1,8 +1,7 @@
 """Tensor parallelism of latent attention: heads are sharded; latents, which all heads share, are not.
 
-Each rank computes the latents of its own shard of the sequence, with weights that every rank has. One collective
-gathers them over the sequence, instead of the wider residual stream. From there on each rank has its own heads.
-Without a latent of queries, queries are computed from the residual stream, which is then gathered, too.
+Each rank computes the latents of its own shard of the sequence, with replicated weights, and its own heads from the
+gathered latents. The residual stream, which is wider, is gathered only if queries have no latent.
 """
 
 import functools
@@ -22,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 
 from titanlite.techniques.latent_attention import LatentAttention
 
-SEQUENCE = Shard(0)  # activations [N, D]: each rank has a shard of the tokens
+SEQUENCE = Shard(0)  # placement of activations [N, D] whose tokens are sharded over the tensor-parallel ranks
 
 # fmt: off
 PLAN: dict[str, ParallelStyle] = {
@@ -47,8 +46,7 @@ class ShardableLatentAttention(LatentAttention):
 
 
 def _gathered(latents: Callable[[DTensor], list[DTensor]], x_ND: DTensor) -> list[Tensor]:
-    """Return the latents of all tokens. In the backward, each rank has the gradients from its own heads; one collective
-    sums them over ranks and scatters them over the sequence."""
+    """Return the latents of all tokens. In the backward, one collective sums and scatters all heads' gradients."""
     shards = latents(x_ND)
     full = torch.cat(shards, dim=-1).redistribute(placements=[Replicate()])
     *for_weights, k_NR = full.split([shard.shape[-1] for shard in shards], dim=-1)

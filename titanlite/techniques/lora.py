@@ -1,14 +1,12 @@
 """LoRA (low-rank adaptation, arXiv:2106.09685), for fine-tuning: weights are frozen, and targeted linear layers compute
-W x + alpha / rank B A x. Only the adapters A and B have gradients and optimizer states. There is no dropout.
+W x + alpha / R B A x. Only the adapters' factors A and B have gradients and optimizer states. Adapters have no dropout.
 
-Tensor parallel shards an adapter with its base. Where W is sharded by rows (column-wise), so is B, and where it is
-sharded by columns (row-wise), so is A; the other factor is on every rank. So an adapter adds no collective to a forward
-or backward: the input is the base's, already gathered, and a partial sum joins the base's before its reduce-scatter.
-Only the gradient of the replicated factor is summed over ranks, which has rank x I or rank x O numbers.
+Tensor parallel shards B like the rows of W in a column-wise layer, and A like the columns of W in a row-wise layer; the
+other factor is replicated. An adapter adds no collective except the sum of the replicated factor's gradient.
 
-A is stored transposed, [I, R], since FSDP shards the first dimension, and R may be less than the number of ranks.
+A is stored transposed, [I, R], because FSDP shards the first dimension, and R may be less than the number of ranks.
 
-Shapes: N tokens; I inputs and O outputs of a linear layer, R rank of the adapter.
+Shapes: I inputs and O outputs of a linear layer, R rank of the adapter.
 """
 
 import functools
@@ -29,28 +27,29 @@ from titanlite.techniques.low_precision import placements_of_products
 
 
 class Adapters(nn.Module):
-    """Adds the adapters of a model or a pipeline stage, and freezes its other weights. It is the last module of the
-    stage, so that its `shard_weights` (parallel/own_rules.py) sees the weights as tensor parallel has left them."""
+    """Adds the adapters of a model or a pipeline stage, and freezes all other weights. An Adapters is the last module
+    of a stage, so that `shard_weights` (parallel/own_rules.py) runs after tensor parallel has sharded the weights."""
 
     def __init__(self, stage: Llama, lora: Lora, model: Callable[[], Llama]):
-        """Check the targets. `model()` returns the full model, of which `stage` may be a pipeline stage. Raises
-        ConfigError for a target that no layer has, or whose forward is not affine, and for a stage without targets."""
+        """Check lora.targets. `model()` returns the full model, of which `stage` may be a pipeline stage. Raises
+        ConfigError for a target that no layer has or that is not linear, and for a stage without a target."""
         super().__init__()
-        names = _targets(stage, lora.targets)
+        names = _targets(stage, lora)
         self.lora, self.names = lora, sorted(set().union(*names.values()))
-        self.stage = (stage,)  # a tuple, since an attribute would make the stage a module of its own module
-        if not all(names.values()):  # other stages may have them
+        self.stage = (stage,)  # a tuple, because torch would register a plain attribute as a submodule: a cycle
+        if not all(names.values()):  # a target without a layer here may be in another pipeline stage
             full = model()
-            if missing := [target for target, found in _targets(full, lora.targets).items() if not found]:
+            if missing := [target for target, found in _targets(full, lora).items() if not found]:
                 layers = {name.rpartition(".")[2] for name, module in _modules(full) if isinstance(module, nn.Linear)}
-                expected = f"expected names of linear layers: {', '.join(sorted(layers))}"
+                expected = f"expected names of linear layers: {', '.join(sorted(layers))} (wq is transformers' q_proj, "
+                expected += "w1 gate_proj, w2 down_proj, w3 up_proj)"
                 raise ConfigError([f"lora.targets: {show(each)}: no layer has it; {expected}" for each in missing])
         if not self.names:
             stages = "a pipeline stage has none of these layers; set targets that each stage has, or fewer stages"
             raise ConfigError([f"lora.targets = {show(lora.targets)}: {stages}"])
 
     def shard_weights(self, tensor: DeviceMesh | None, expert: DeviceMesh | None) -> None:
-        """Add the adapters, sharded as their bases are, and freeze the bases in lora.base_dtype."""
+        """Add the adapters, sharded like their layers, and freeze all other weights in lora.base_dtype."""
         (stage,) = self.stage
         for name in self.names:
             add_adapter(stage.get_submodule(name), self.lora)
@@ -68,11 +67,11 @@ def _modules(model: Llama) -> Iterator[tuple[str, nn.Module]]:
         yield from ((f"layers.{layer}.{name}", module) for name, module in block.named_modules() if name)
 
 
-def _targets(model: Llama, targets: list[str]) -> dict[str, list[str]]:
-    """Return the names of the modules that each target names. Raises ConfigError for one whose forward is not affine,
-    or that is computed with the experts."""
+def _targets(model: Llama, lora: Lora) -> dict[str, list[str]]:
+    """Return the names of the modules that match each target. Raises ConfigError for a module that is not an nn.Linear
+    or is computed with the experts, and for lora.rank above the width of a module."""
     of_experts = tuple(f"{name}." for name, module in _modules(model) if isinstance(module, RunsUncompiled))
-    names: dict[str, list[str]] = {target: [] for target in targets}
+    names: dict[str, list[str]] = {target: [] for target in lora.targets}
     for name, module in _modules(model):
         for target in (each for each in names if f".{name}".endswith(f".{each}")):
             problem = f"lora.targets: {show(target)}: {name} is a {type(module).__name__}"
@@ -81,12 +80,15 @@ def _targets(model: Llama, targets: list[str]) -> dict[str, list[str]]:
                 raise ConfigError([problem])
             if name.startswith(of_experts):
                 raise ConfigError([f"{problem} of a mixture of experts, which has no adapters; name attention's"])
+            if (most := min(module.in_features, module.out_features)) < lora.rank:
+                problem = f"lora.rank = {lora.rank}: {name} has {module.in_features} inputs and {module.out_features}"
+                raise ConfigError([f"{problem} outputs; expected at most {most}"])
             names[target].append(name)
     return names
 
 
 def add_adapter(layer: nn.Linear, lora: Lora) -> None:
-    """Add the adapter of a linear layer on the meta device, whose weight is a plain tensor or a DTensor."""
+    """Add an adapter to a linear layer on the meta device, whose weight may be a plain tensor or a DTensor."""
     shapes = (layer.in_features, lora.rank), (layer.out_features, lora.rank)
     factors = [torch.empty(shape, dtype=layer.weight.dtype, device="meta") for shape in shapes]
     if isinstance(layer.weight, DTensor):
@@ -99,8 +101,7 @@ def add_adapter(layer: nn.Linear, lora: Lora) -> None:
 
 
 def _adapted(layer: nn.Linear, base: Callable[[Tensor], Tensor], scale: float, x: Tensor) -> Tensor:
-    """Return the base's output [..., O] for x [..., I], with the adapter's added. With DTensors, each rank multiplies
-    its own shards, as LowPrecisionLinear does."""
+    """Return the sum of a frozen layer's and its adapter's output, [..., O], for x [..., I]."""
     a_IR, b_OR = layer.lora_a, layer.lora_b
     if not isinstance(a_IR, DTensor):
         return base(x) + F.linear(x @ a_IR * scale, b_OR)
@@ -112,5 +113,5 @@ def _adapted(layer: nn.Linear, base: Callable[[Tensor], Tensor], scale: float, x
 
 
 def _local(factor: DTensor) -> Tensor:
-    """Return this rank's shard of a factor. Where every rank has all of it, each has a partial sum of its gradient."""
+    """Return this rank's shard of a factor. Each rank's gradient of a replicated factor is a partial sum."""
     return factor.to_local(grad_placements=[Partial() if p.is_replicate() else p for p in factor.placements])

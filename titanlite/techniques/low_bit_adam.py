@@ -1,7 +1,7 @@
 """Low-bit Adam: 4-bit or 8-bit optimizer states, or states in another type than the weights; stochastic rounding.
 
-The states and the rounding are torchao's. The step here computes each element in float32; on a GPU it is compiled, once
-for each shape and type.
+torchao implements the quantized states and stochastic rounding. The optimizer step of this file computes in float32,
+and on a GPU is compiled once for each shape and type of a weight.
 """
 
 from collections.abc import Iterable
@@ -23,23 +23,23 @@ QUANTIZED = {"float8": AdamWFp8, "int8": AdamW8bit, "int4": AdamW4bit}
 """torchao's optimizers with quantized states, by optimizer.state_dtype."""
 LARGEST_FLOAT8 = 448.0
 SMALLEST_FLOAT8 = 2**-9 / LARGEST_FLOAT8
-"""The smallest value above 0 of float8 (e4m3), relative to the largest."""
+"""Ratio of the smallest value above 0 to the largest value of float8 (e4m3)."""
 
 
 def store(state: Tensor, values: Tensor, takes: Tensor, *, is_square: bool = False) -> None:
-    """Write values to an optimizer state where `takes` is true, quantized by blocks if the state is.
+    """Write values to an optimizer state if `takes` is true, quantized by blocks if the state is quantized.
 
-    The scale of a block is its largest value by magnitude, with its sign, since the tables have 1 but not -1. (torchao
-    takes the magnitude, so its tables shrink a block whose largest value is negative, and no scale is below 1e-12.)
-    Values that were quantized before do not change. A square is at least the smallest value above 0 that its block can
-    have: with a 0, the next step would divide exp_avg by eps alone.
+    The scale of a block is its largest value by magnitude, with its sign, because torchao's tables of values contain 1
+    but not -1. (torchao's own scale is the magnitude, at least 1e-12, which shrinks a block whose largest value is
+    negative.) With signed scales, quantizing the values of a quantized state again changes nothing. With `is_square`,
+    no value becomes 0: the next step would divide exp_avg by eps alone.
     """
     if not isinstance(state, TorchAOBaseTensor):
         state.copy_(values.to(state.dtype).where(takes, state))
         return
     blocks = values.float().view(-1, state.block_size)
     largest = blocks.gather(1, blocks.abs().argmax(1, keepdim=True))
-    relative = blocks / largest.where(largest != 0, 1)  # the largest is 1
+    relative = blocks / largest.where(largest != 0, 1)
     table = getattr(state, "qmap", None)
     if is_square:
         smallest = SMALLEST_FLOAT8 if table is None else table.masked_fill(table <= 0, 1).amin()
@@ -59,16 +59,16 @@ class LowBitAdam(AdamW8bit):
     """Adam or AdamW with optimizer states (exp_avg, exp_avg_sq) of type `optimizer.state_dtype`.
 
     States in float8, int8 (arXiv:2110.02861) and int4 (arXiv:2309.01507) are quantized: the elements of a block share a
-    scale. A state stays in float32 if a rank's shard has fewer than 4096 elements (norms, mostly) or is not a multiple
-    of a block. With bfloat16 states, small ones keep their weight's type.
+    scale. A quantized state stays in float32 if a rank's shard has fewer than 4096 elements (mostly norms) or is not a
+    multiple of a block. bfloat16 states with fewer than 4096 elements keep the type of their weight.
 
-    The states of weights in `full_precision` keep the weight's type. An embedding's should (arXiv:2110.02861, section
-    2.3): exp_avg_sq of a rare token's row is too small beside the rest of its block to be quantized with it.
+    The states of weights in `full_precision`, such as embeddings, keep the weight's type: the exp_avg_sq of a rare
+    token's row is too small to share a scale with the rest of its block (arXiv:2110.02861, section 2.3).
 
     Raises ConfigError for float8 states on a GPU below compute capability 8.9, for which the step cannot be compiled.
     """
 
-    _step_supports_amp_scaling = True  # see optimizer.clipped_step
+    _step_supports_amp_scaling = True  # `step` reads grad_scale and found_inf
     store = staticmethod(store)
 
     def __init__(self, groups: Iterable[dict[str, Any]], optimizer: Optimizer, *, full_precision: Iterable[Tensor]):
@@ -89,7 +89,7 @@ class LowBitAdam(AdamW8bit):
         device = self.param_groups[0]["params"][0].device
         none = {"grad_scale": 1.0, "found_inf": 0.0}
         scaling = [getattr(self, name, torch.full((), value, device=device)) for name, value in none.items()]
-        # A model has more shapes than the compiler allows for by default, but no more than these.
+        # torch.compile by default recompiles 8 times, and a model has more shapes and types of weights.
         with eager_on_cpu(device), torch._dynamo.config.patch(recompile_limit=64):
             for group in self.param_groups:
                 numbers = *group["betas"], group["weight_decay"], group["eps"], self.is_adamw
@@ -97,7 +97,7 @@ class LowBitAdam(AdamW8bit):
                     if weight.grad is not None:
                         state = self._state_of(weight)
                         rounds = self.bf16_stochastic_round and weight.dtype == torch.bfloat16
-                        # DTensors would take the host longer than the step takes the device.
+                        # Local shards: dispatching DTensors would take the host longer than the step takes the device.
                         tensors = map(local_shard, (weight, weight.grad, *state.values()))
                         self._update(*tensors, group["lr"], *scaling, *numbers, rounds)
 
@@ -113,7 +113,7 @@ class LowBitAdam(AdamW8bit):
             return torch.zeros_like(weight, dtype=torch.float32)
         if id(weight) in self._full_precision:
             return torch.zeros_like(weight)
-        if self.state_dtype in QUANTIZED:  # they decode to float32, which the states of small shards have
+        if self.state_dtype in QUANTIZED:  # a shard too small for quantization has its states in float32
             weight = torch.empty_like(weight, dtype=torch.float32)
         return super()._new_buffer(weight, signed)
 
@@ -124,7 +124,7 @@ class LowBitAdam(AdamW8bit):
 
 
 def create_value_tables(state_dtype: str) -> None:
-    """Have torchao create and cache its tables of a quantized type's values, which it cannot do under fake tensors."""
+    """Have torchao create and cache the table of a quantized type's values, because it cannot under fake tensors."""
     block = QUANTIZED_STATES[state_dtype]
     for signed in (True, False):
         QUANTIZED[state_dtype]._subclass_zeros(torch.empty(block), signed, block)

@@ -1,15 +1,15 @@
 """Linear layers whose matrix products take 8-bit operands: float8 (torchao), MXFP8 and INT8.
 
-Weights, gradients, optimizer states and everything between the products keep their dtypes. The three products of a
-layer (output, input gradient, weight gradient) quantize both operands each time they are computed (dynamic scaling):
+Each product of a layer (output, input gradient, weight gradient) quantizes both operands (dynamic scaling); all tensors
+outside the products keep their dtypes.
 
 - MXFP8 (OCP Microscaling, arXiv:2310.10537): float8_e4m3fn, in which 32 neighbours along the summed dimension share a
-  scale, a power of two: the smallest with which none of them overflows, as in NVIDIA's recipe (arXiv:2506.08027).
-- INT8 (after SwitchBack, arXiv:2304.13013; here in all three products, as in torchao's int8_mixed_precision_training):
-  each row of the left operand and each column of the right one has a scale. Sums are int32, and exact.
+  scale: the smallest power of two with which none of the 32 overflows (NVIDIA's recipe, arXiv:2506.08027).
+- INT8 (SwitchBack, arXiv:2304.13013, but in all three products): each row of the left operand and each column of the
+  right operand has a scale. INT8 products are summed exactly, in int32.
 
-torchao's own layers of these two do not work with DTensor: it hides the weight wrapper of torchao's MXFP8 from the
-products, and has no sharding strategy for aten._int_mm. Here the products take a rank's local shards.
+This file multiplies local shards, because torchao's own layers do not work with DTensor: it hides the weight wrapper of
+torchao's MXFP8 from the products, and it has no sharding strategy for aten._int_mm.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from titanlite.config.schema import Float8, Int8
 from titanlite.model import Llama
 
 MX_BLOCK = 32
-"""Values that share a scale in MXFP8."""
+"""Number of values that share a scale in MXFP8."""
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
@@ -40,10 +40,10 @@ def convert_linear_layers(
 ) -> None:
     """Convert linear layers of a model or a pipeline stage on the meta device, in place, before weights are sharded.
 
-    Not converted are the output head, whose rounding the loss shows most; the experts of a mixture, shared ones too,
-    and its router; and a layer whose weight has on a rank a side that does not fit the hardware's product: a multiple
-    of 16, or of a block for MXFP8. `model()` returns the full model; None: the stage is the full model. Raises
-    ConfigError if the device lacks these products, or no layer of the full model is converted.
+    The output head, whose rounding changes the loss most, is not converted. Nor are the router and the experts of a
+    mixture, and layers with a weight whose side on a rank is no multiple of 16 (INT8) or MX_BLOCK (MXFP8), which the
+    hardware requires. `model()` returns the full model; `model` = None: `stage` is the full model. Raises ConfigError
+    if the device has no 8-bit products, or no layer of the full model is converted.
     """
     section, options = ("float8", float8) if float8.enable else ("int8", int8)
     is_mxfp8 = float8.enable and float8.recipe == "mxfp8"
@@ -54,7 +54,7 @@ def convert_linear_layers(
     if not names and not (model and _convertible(model(), skipped, multiple)):
         raise ConfigError([f"{section}.enable = true: no layer is converted; see {section}.filter_fqns, or set false"])
     if float8.enable and not is_mxfp8:
-        from titanlite.parallel.float8 import convert_to_float8  # here: the import takes a second
+        from titanlite.parallel.float8 import convert_to_float8  # imported here: torchao takes a second to import
 
         convert_to_float8(stage, float8, names)
         return
@@ -65,7 +65,6 @@ def convert_linear_layers(
 
 
 def _convertible(model: nn.Module, skipped: list[str], multiple: int) -> list[str]:
-    """Return the names of a model's linear layers that can be converted."""
     linear = [(name, module.weight) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     names = [name for name, weight in linear if all(side % multiple == 0 for side in weight.shape)]
     skipped = (".feed_forward.shared.", *skipped)
@@ -73,20 +72,18 @@ def _convertible(model: nn.Module, skipped: list[str], multiple: int) -> list[st
 
 
 def _check_capability(device: torch.device, needed: tuple[int, int], products: str) -> None:
-    """Raise ConfigError if a CUDA device has a lower compute capability."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < needed:
         name, advice = torch.cuda.get_device_name(device), "set float8.emulate = true, or this to false"
         raise ConfigError([f"float8.enable = true: {name} has no {products} products; {advice}"])
 
 
 class LowPrecisionLinear(nn.Linear):
-    """A linear layer with products of 8-bit operands. `product`: a key of PRODUCTS."""
+    """A linear layer whose products have 8-bit operands. `product` is a key of PRODUCTS."""
 
     product: str
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [..., O] for x [..., I]. With DTensors, each rank multiplies its own shards. The weight's placement
-        tells which of the three layouts of tensor parallelism this is."""
+        """Return the output [..., O] for x [..., I]. If the weight is a DTensor, ranks multiply local shards."""
         weight_OI = self.weight
         if isinstance(weight_OI, DTensor):
             mesh, (placement,) = weight_OI.device_mesh, weight_OI.placements
@@ -100,17 +97,17 @@ class LowPrecisionLinear(nn.Linear):
 
 
 def placements_of_products(weight: Placement, last: int) -> tuple[Placement, Placement, Placement, Placement]:
-    """Return a layer's placements of the input, its gradient, the output and the weight's gradient, given the placement
-    of its weight [O, I]. `last` is the last dimension of the input."""
-    if weight == Shard(0):  # column-wise
+    """Return the placements of a layer's input, input gradient, output and weight gradient, given the placement of its
+    weight [O, I]. `last` is the number of the input's last dimension."""
+    if weight == Shard(0):  # column-wise tensor parallel
         return Replicate(), Partial(), Shard(last), weight
-    if weight == Shard(1):  # row-wise
+    if weight == Shard(1):  # row-wise tensor parallel
         return Shard(last), Shard(last), Partial(), weight
-    return Shard(0), Shard(0), Shard(0), Partial()  # every rank has the weight, and its own tokens
+    return Shard(0), Shard(0), Shard(0), Partial()  # replicated weight: the tokens are sharded
 
 
 class _Products(torch.autograd.Function):
-    """The three products of a linear layer. Each has its operands quantized along the dimension that it sums over."""
+    """The three products of a linear layer. Each product quantizes its operands along the dimension it sums over."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_OI: Tensor, kind: str) -> Tensor:
@@ -130,18 +127,18 @@ class _Products(torch.autograd.Function):
 
 
 def to_mxfp8(x_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return values as float8_e4m3fn [M, K], K padded with zeros to a multiple of MX_BLOCK, and the exponents of their
-    blocks' scales [M, K / MX_BLOCK], from -127 to 127, in float32 or float64. A NaN makes its full block NaN."""
+    """Return x as float8_e4m3fn [M, K], K padded with zeros to a multiple of MX_BLOCK, and the exponents of the blocks'
+    scales [M, K / MX_BLOCK], from -127 to 127, in float32 or float64. A NaN makes its full block NaN."""
     wide = F.pad(x_MK, (0, -x_MK.shape[1] % MX_BLOCK)).to(torch.promote_types(x_MK.dtype, torch.float32))
     blocks = wide.unflatten(1, (-1, MX_BLOCK))
     exponents = (blocks.abs().amax(-1, keepdim=True) / LARGEST).log2().ceil().clamp(-127, 127)
-    # Values above the largest come from rounding of the logarithm, or are infinite: 448 * 2^127 is, in float32.
+    # Clamp: rounding of the logarithm may let a value exceed 448, and an infinite value exceeds 448.
     values = (blocks * (-exponents).exp2()).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
     return values.flatten(1), exponents.squeeze(-1)
 
 
 def from_mxfp8(values: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the rounded values of `to_mxfp8` times the scales of their blocks, [M, K] in `dtype`."""
+    """Return the values of `to_mxfp8` times the scales of their blocks, [M, K] in `dtype`."""
     blocks = values.unflatten(1, (-1, MX_BLOCK)).to(exponents.dtype) * exponents.exp2().unsqueeze(-1)
     return blocks.flatten(1).to(dtype)
 
@@ -152,7 +149,7 @@ def _mxfp8_emulated(left_MK: Tensor, right_NK: Tensor) -> Tensor:
 
 
 def scales_of_mxfp8(exponents: Tensor) -> Tensor:
-    """Return the scales as float8_e8m0fnu in the order in which cuBLAS takes them."""
+    """Return the scales of MXFP8 blocks as float8_e8m0fnu, in the order that cuBLAS expects."""
     from torchao.prototype.mx_formats.utils import to_blocked
 
     biased = torch.where(exponents.isnan(), 255, exponents + 127).to(torch.uint8)
@@ -160,26 +157,23 @@ def scales_of_mxfp8(exponents: Tensor) -> Tensor:
 
 
 def _mxfp8(left_MK: Tensor, right_NK: Tensor) -> Tensor:
-    """Return the product on a device of compute capability 10.0 or higher, in bfloat16.
-
-    Private: torch._scaled_mm with scales of blocks (as torchao calls it; run on no GPU).
-    """
+    """Return the MXFP8 product in bfloat16, on a GPU of compute capability 10.0 or higher. Private API of torch:
+    torch._scaled_mm with scales of blocks (called as torchao does; not run on any GPU yet)."""
     (left, of_left), (right, of_right) = map(to_mxfp8, (left_MK, right_NK))
     scales = scales_of_mxfp8(of_left), scales_of_mxfp8(of_right)
     return torch._scaled_mm(left, right.t(), *scales, out_dtype=torch.bfloat16)
 
 
 def to_int8(x_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return values as int8 [M, K] from -127 to 127, and the scales of their rows, [M, 1], in float32 or float64. A row
-    that is not finite has a scale that is not."""
+    """Return x as int8 [M, K] from -127 to 127, and the scales of its rows, [M, 1], in float32 or float64."""
     wide = x_MK.to(torch.promote_types(x_MK.dtype, torch.float32))
     scales = wide.abs().amax(-1, keepdim=True) / 127
     return (wide / scales.clamp(min=torch.finfo(wide.dtype).tiny)).round().to(torch.int8), scales
 
 
 def _int8(left_MK: Tensor, right_NK: Tensor) -> Tensor:
-    """Return the product. On CUDA, torch._int_mm (private) needs more than 16 rows, and K and N in multiples of 8: this
-    adds rows, and zeros along K. N is a side of a weight, so it fits."""
+    """Return the INT8 product. On CUDA, torch._int_mm (private) needs more than 16 rows, and K in multiples of 8, so
+    the operands are padded with zeros. N must be a multiple of 8, too, and is a side of the weight."""
     (left, left_scales), (right, right_scales) = map(to_int8, (left_MK, right_NK))
     rows, columns = max(17 - len(left), 0), -left.shape[1] % 8
     if left.is_cuda and (rows or columns):
@@ -193,4 +187,4 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mxfp8, emulated": _mxfp8_emulated,
     "int8": _int8,
 }
-"""Functions of a left operand [M, K] and a right one [N, K] that return [M, N] in the dtype of the left one."""
+"""Functions that multiply operands [M, K] and [N, K]. Each returns [M, N] in the dtype of the first operand."""

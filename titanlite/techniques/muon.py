@@ -1,9 +1,8 @@
 """Muon: momentum, orthogonalized by Newton-Schulz iterations, for the matrices of the layers (Keller Jordan,
 kellerjordan.github.io/posts/muon; at scale: Moonlight, arXiv:2502.16982). AdamW updates all other weights.
 
-The iteration needs the full matrix. Each matrix is assigned to one of the ranks that it is sharded over or replicated
-on. That rank gathers it, iterates and sends the shards of the result back. So the work is done once, and no sum depends
-on the layout. Momentum is sharded like the weights.
+The iteration needs the full matrix, so each matrix has one owner among the ranks with its shards or replicas. The owner
+gathers the momentum, iterates, and sends shards of the result back. No sum depends on the layout.
 """
 
 import functools
@@ -23,13 +22,13 @@ from titanlite.parallel.shards import Slice, local_shard, shard_slice
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 """Coefficients of the odd polynomial that moves singular values to between about 0.7 and 1.2 (Keller Jordan)."""
 PLACEMENT = "device_mesh", "placements"
-"""Attributes that decide, with the shape and the ranks, which slices of a weight the ranks have."""
+"""Attributes of a DTensor that, together with the shape, decide which slice of a weight each rank has."""
 RMS = 0.2
-"""Root mean square of an update over the learning rate; AdamW's is about the same (arXiv:2502.16982, section 2.2)."""
+"""Root mean square of an update over the learning rate, about that of AdamW (arXiv:2502.16982, section 2.2)."""
 
 
 class Unit(NamedTuple):
-    """The work of one rank in a round: a matrix to orthogonalize, or some experts of a stack of matrices."""
+    """The work of one rank in a round: to orthogonalize a matrix, or some matrices of a stack of experts."""
 
     number: int
     """Index of the weight among the optimizer's matrices."""
@@ -39,18 +38,17 @@ class Unit(NamedTuple):
 
 
 def is_orthogonalized(name: str, parameter: Tensor) -> bool:
-    """Return whether Muon updates a parameter: a matrix of a layer or a stack of them, but no embedding, output head,
-    norm or bias."""
+    """Return whether Muon updates a parameter: a matrix or a stack of matrices of a layer, and no bias."""
     return name.startswith("layers.") and parameter.dim() >= 2 and not name.endswith("bias")
 
 
 def newton_schulz(matrix: Tensor, n_steps: int) -> Tensor:
-    """Return approximately the nearest orthogonal matrix, U V^T of the singular value decomposition, of a matrix
-    [..., rows, columns]. The iteration computes in its data type."""
+    """Return about the nearest orthogonal matrix, U V^T of the singular value decomposition, of a matrix
+    [..., rows, columns]. The iteration computes in the matrix's data type."""
     a, b, c = COEFFICIENTS
     transposed = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.mT if transposed else matrix
-    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)  # all singular values are at most 1
+    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)  # make all singular values at most 1
     for _ in range(n_steps):
         product = x @ x.mT
         x = a * x + (b * product + c * product @ product) @ x
@@ -58,8 +56,8 @@ def newton_schulz(matrix: Tensor, n_steps: int) -> Tensor:
 
 
 def assign(shapes: Sequence[tuple[int, ...]], n_ranks: int) -> list[list[Unit]]:
-    """Return rounds of units. In a round, rank r takes the unit with index r. First come experts, divided among all
-    ranks; then matrices, those with the most work first, so that the units of a round take about as long."""
+    """Return rounds of units, in each of which rank r owns the unit with index r. First come experts, divided among all
+    ranks; then matrices by decreasing work, so that the units of a round take about the same time."""
     experts, matrices = list[Unit](), list[Unit]()
     for number, shape in enumerate(shapes):
         if len(shape) == 2:
@@ -74,13 +72,12 @@ def assign(shapes: Sequence[tuple[int, ...]], n_ranks: int) -> list[list[Unit]]:
 
 
 def work_of(shape: tuple[int, ...]) -> int:
-    """Return a number in proportion to the floating-point operations of an iteration on matrices."""
+    """Return a number that is proportional to the floating-point operations of a Newton-Schulz iteration."""
     return math.prod(shape) * min(shape[-2:])
 
 
 class Slices:
-    """The slices of a unit that the ranks of a mesh have, in order of the ranks. A rank without any has one of size 0;
-    replicas have the same slice."""
+    """The slice of a unit on each rank, in order of the ranks, of size 0 on ranks without elements of the unit."""
 
     def __init__(self, unit: Unit, of_weight: Iterable[Slice]):
         self.of_ranks = [_of_unit(unit, each) for each in of_weight]
@@ -90,8 +87,7 @@ class Slices:
             self._ranks.setdefault(each, []).append(rank)
 
     def sent(self, rank: int, owner: int) -> int:
-        """Return how many elements a rank sends to the unit's owner. One of several replicas sends: the owner itself if
-        it has the slice; otherwise owners take turns among the replicas."""
+        """Return how many elements of the unit `rank` sends to its owner: 0 if another rank sends the same slice."""
         own = self.of_ranks[rank]
         replicas = self._ranks[own]
         sender = owner if self.of_ranks[owner] == own else replicas[owner % len(replicas)]
@@ -108,7 +104,7 @@ def _of_unit(unit: Unit, of_weight: Slice) -> Slice:
 
 
 class Assignment(NamedTuple):
-    """A unit, the rank of the group that orthogonalizes it, and the slices of it that the ranks have."""
+    """A unit (one or more matrices), the rank that orthogonalizes the unit (owner), and the unit's slices by rank."""
 
     unit: Unit
     owner: int
@@ -116,9 +112,8 @@ class Assignment(NamedTuple):
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for matrices, plain tensors or DTensors, and `adamw` for all other weights. `group`: the ranks that have
-    shards of the matrices; None: this one alone. The state of a matrix is its momentum_buffer, with the weight's shape,
-    type and placements."""
+    """Updates `matrices`, plain tensors or DTensors, by Muon, and all other weights by `adamw`. `group`: the ranks with
+    shards of the matrices; None: this rank alone. The state of a matrix, momentum_buffer, is placed like the matrix."""
 
     def __init__(
         self,
@@ -131,7 +126,7 @@ class Muon(torch.optim.Optimizer):
         self.dtype = getattr(torch, optimizer.muon_dtype)
         self._rank, self._n_ranks = (group.rank(), group.size()) if group else (0, 1)
         self.clip: Any = None
-        """A qk_clip.QkClip. Its step follows each step of this optimizer."""
+        """A qk_clip.QkClip or None. Each step of this optimizer ends with a step of QkClip."""
         self._step_supports_amp_scaling = getattr(adamw, "_step_supports_amp_scaling", False)
         own = {"params": list(matrices), "weight_decay": optimizer.weight_decay, "is_muon": True}
         groups = adamw.param_groups + ([own] if matrices else [])
@@ -139,8 +134,7 @@ class Muon(torch.optim.Optimizer):
 
     @functools.cached_property
     def _rounds(self) -> list[list[Assignment]]:
-        """The assignments of each round. The first step computes them, as ranks must tell each other which slices they
-        have: not at construction, since the fake ranks of a plan cannot."""
+        """The assignments of each round, computed in the first step, since only real ranks can exchange slices."""
         keys = [(weight.shape, *(getattr(weight, name, None) for name in PLACEMENT)) for weight in self.matrices]
         weights = dict(zip(keys, self.matrices, strict=True))
         of_weights = {key: self._of_ranks(shard_slice(weight)) for key, weight in weights.items()}
@@ -151,7 +145,6 @@ class Muon(torch.optim.Optimizer):
         ]
 
     def _of_ranks(self, own: Slice) -> list[Slice]:
-        """Return each rank's slice of a weight, in order of the ranks."""
         slices: list[Any] = [own] * self._n_ranks
         if self._group is not None:
             dist.all_gather_object(slices, own, self._group)
@@ -159,8 +152,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Take a step with gradients divided by `grad_scale`; change nothing if `found_inf` is 1. Every rank of the
-        group must call it."""
+        """Take a step with gradients divided by `grad_scale`, on all ranks; change nothing if `found_inf` is 1."""
         self.adamw.state = self.state
         self.adamw.param_groups = [group for group in self.param_groups if not group["is_muon"]]
         scaling = {name: getattr(self, name) for name in ("grad_scale", "found_inf") if hasattr(self, name)}
@@ -174,7 +166,7 @@ class Muon(torch.optim.Optimizer):
             self.clip.step(scaling.get("found_inf"))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the results of a step: gradients, and the largest attention logits."""
+        """Reset the gradients, and the largest attention logits of QK-clip."""
         super().zero_grad(set_to_none)
         if self.clip is not None:
             self.clip.reset()
@@ -204,8 +196,7 @@ class Muon(torch.optim.Optimizer):
         buffer.copy_(buffer.where(scaling["found_inf"].bool(), new))
 
     def _gather(self, assignments: Sequence[Assignment], scaling: dict[str, Tensor]) -> tuple[Tensor, Any]:
-        """Start to send this rank's shards of Nesterov's momentum to the owners of a round. Return the buffer that this
-        rank receives into, and the work to wait for."""
+        """Start to send Nesterov momentum to a round's owners. Return the receive buffer and the dist.Work."""
         sizes = [x.slices.sent(self._rank, x.owner) for x in assignments]
         sent = [self._nesterov(x, scaling) for x, size in zip(assignments, sizes, strict=True) if size]
         flat = torch.cat(sent) if sent else self._empty(0)
@@ -216,14 +207,14 @@ class Muon(torch.optim.Optimizer):
         return buffer, dist.all_to_all_single(buffer, flat, received, sizes, self._group, async_op=True)
 
     def _received(self, assignments: Sequence[Assignment]) -> list[int]:
-        """Return how many elements of its unit this rank gets from each rank in a round."""
+        """Return how many elements of this rank's unit of a round each rank sends."""
         if self._rank >= len(assignments):
             return [0] * self._n_ranks
         slices = assignments[self._rank].slices
         return [slices.sent(rank, self._rank) for rank in range(len(slices.of_ranks))]
 
     def _nesterov(self, assigned: Assignment, scaling: dict[str, Tensor]) -> Tensor:
-        """Return this rank's shard of a unit's Nesterov momentum (one gradient ahead), in the iteration's type."""
+        """Return this rank's shard of a unit's Nesterov momentum, in muon_dtype."""
         weight = self.matrices[assigned.unit.number]
         momentum = self.state[weight]["momentum_buffer"]
         gradient, buffer = self._local_slice(assigned, weight.grad), self._local_slice(assigned, momentum)
@@ -233,7 +224,7 @@ class Muon(torch.optim.Optimizer):
         return ahead.masked_fill(scaling["found_inf"].bool(), 0).to(self.dtype).flatten()
 
     def _local_slice(self, assigned: Assignment, tensor: Tensor) -> Tensor:
-        """Return a view of this rank's slice of a unit in its shard of a weight, a gradient or a state."""
+        """Return a view of the rows of a local shard (of a weight, gradient or state) that belong to a unit."""
         local, (offset, size) = local_shard(tensor), assigned.slices.of_ranks[self._rank]
         if local.dim() == 2:
             return local
@@ -241,7 +232,7 @@ class Muon(torch.optim.Optimizer):
         return local[begin : begin + size[0]] if size[0] else local[:0]
 
     def _receive(self, assignments: Sequence[Assignment], buffer: Tensor, work: Any) -> Tensor | None:
-        """Return the full unit of this rank in a round; None if it has none."""
+        """Return the full momentum of the unit that this rank owns in a round; None if this rank owns none."""
         if work is not None:
             work.wait()
         if self._rank >= len(assignments):
@@ -254,7 +245,7 @@ class Muon(torch.optim.Optimizer):
         return full
 
     def _update(self, assignments: Sequence[Assignment], full: Tensor | None, lr: float) -> None:
-        """Send the shards of a round's results from the owners to all ranks, and update the weights."""
+        """Send shards of a round's orthogonalized matrices from owners to all ranks, and update the weights."""
         if self._group is None:
             results = [full.flatten()]
         else:
@@ -274,18 +265,16 @@ class Muon(torch.optim.Optimizer):
 
 
 def stage_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return the group of all ranks of a layout's mesh that have the same pipeline stages as this one. All of them must
-    call it. A pipeline gets a new group at each call."""
+    """Return the group of the ranks with this rank's pipeline stages, all of which must call the function."""
     if mesh["pp"].size() == 1:
         return dist.group.WORLD
     ranks = mesh.mesh[mesh.get_local_rank("pp")].flatten().tolist()
-    return dist.new_group(ranks, use_local_synchronization=True)  # it has gloo beside NCCL, for `Muon._of_ranks`
+    return dist.new_group(ranks, use_local_synchronization=True)  # no backend argument: Muon._of_ranks needs gloo, too
 
 
 def build_muon(
     parameters: Iterable[tuple[str, nn.Parameter]], optimizer: Optimizer, group: dist.ProcessGroup | None
 ) -> "Muon":
-    """Build Muon for named parameters. `group`: see Muon."""
     named = list(parameters)
     matrices = [parameter for name, parameter in named if is_orthogonalized(name, parameter)]
     others = [(name, parameter) for name, parameter in named if not is_orthogonalized(name, parameter)]
@@ -294,7 +283,7 @@ def build_muon(
 
 
 def muon_of(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh | None) -> Muon:
-    """Build Muon for a model on the ranks of a layout's mesh, or on this one alone, with QK-clip if it is asked for."""
+    """Build Muon, with QK-clip if qk_clip_threshold is set. `mesh` = None: this rank alone trains."""
     muon = build_muon(model.named_parameters(), optimizer, group := stage_group(mesh) if mesh else None)
     if optimizer.qk_clip_threshold:
         from titanlite.techniques.qk_clip import QkClip

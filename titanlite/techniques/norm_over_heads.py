@@ -1,4 +1,4 @@
-"""RMSNorm of all heads of queries or keys together (OLMoE, arXiv:2409.02060), under tensor parallel."""
+"""RMSNorm of all heads of queries or keys together (OLMoE, arXiv:2409.02060), with heads sharded by tensor parallel."""
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ class NormOverHeads(nn.RMSNorm):
 
 
 def norm_over_heads(module: nn.Module, mesh: DeviceMesh, x: Tensor) -> Tensor:
-    """Return an RMSNorm over all heads, of which each rank has some: the mean of squares is over all ranks."""
+    """Return this rank's heads, normalized by the mean square over the heads of all tensor-parallel ranks."""
     wide = DTensor.from_local(x, mesh, [Shard(1)]).to(torch.promote_types(x.dtype, torch.float32))
     mean = wide.square().sum(-1, keepdim=True).redistribute(placements=[Replicate()]) / wide.shape[-1]
     return (wide * torch.rsqrt(mean + module.eps) * module.weight).to_local().to(x.dtype)

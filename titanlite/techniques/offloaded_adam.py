@@ -1,7 +1,7 @@
 """Adam with optimizer states in host memory, whose step the CPU takes (ZeRO-Offload, arXiv:2101.06840).
 
-Weights and gradients stay on the device. While the CPU updates one shard, the next one and its gradient are copied to
-host memory, and the previous one is copied back. The kernel is torch's fused Adam on the CPU.
+Weights and gradients stay on the device. While the CPU updates one shard by torch's fused Adam, the next shard and its
+gradient are copied to host memory, and the previous shard is copied back.
 """
 
 from collections.abc import Iterable
@@ -15,11 +15,11 @@ from titanlite.parallel.shards import local_shard
 
 STATES = "exp_avg", "exp_avg_sq"
 SLOTS = 3
-"""Shards in host memory at the same time: one that is copied there, one that is updated, one that is copied back."""
+"""Number of shards in host memory at a time: one is copied there, one is updated, and one is copied back."""
 
 
 class Slot:
-    """Buffers in host memory for a shard and its gradient, pinned where there is CUDA."""
+    """Buffers in host memory for a shard of a weight and its gradient, pinned if the device is a GPU."""
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device):
         on_cuda = device.type == "cuda"
@@ -27,21 +27,18 @@ class Slot:
         self.copied, self.free = (torch.cuda.Event() if on_cuda else None for _ in range(2))
 
     def wait_until_copied(self) -> None:
-        """Have the host wait until the shard and its gradient are in host memory."""
         if self.copied:
             self.copied.synchronize()
 
     def wait_until_free(self) -> None:
-        """Have the host wait until the slot's previous shard is back on the device."""
         if self.free:
             self.free.synchronize()
 
 
 class OffloadedAdam(torch.optim.Optimizer):
-    """Adam or AdamW. The states of a weight (step, exp_avg, exp_avg_sq) are in host memory, with the weight's type and
-    placements."""
+    """Adam or AdamW with optimizer states in host memory, which have the type and placements of their weight."""
 
-    _step_supports_amp_scaling = True  # see optimizer.clipped_step
+    _step_supports_amp_scaling = True  # `step` reads grad_scale and found_inf
 
     def __init__(self, groups: Iterable[dict[str, Any]], optimizer: Optimizer):
         betas = optimizer.beta1, optimizer.beta2
@@ -58,7 +55,7 @@ class OffloadedAdam(torch.optim.Optimizer):
         """Take a step with gradients divided by `grad_scale`; change nothing if `found_inf` is 1."""
         scaling = {name: getattr(self, name).cpu() for name in ("grad_scale", "found_inf") if hasattr(self, name)}
         if self._to_host:
-            self._to_host.wait_stream(torch.cuda.current_stream(self._device))  # gradients are computed there
+            self._to_host.wait_stream(torch.cuda.current_stream(self._device))  # the stream that computes the gradients
         work = [(group, weight) for group in self.param_groups for weight in group["params"] if weight.grad is not None]
         for number in range(len(work) + 1):
             if number < len(work):
@@ -71,14 +68,13 @@ class OffloadedAdam(torch.optim.Optimizer):
     def _copy_to_host(self, weight: nn.Parameter, slot: Slot) -> None:
         slot.wait_until_free()
         shard, gradient = local_shard(weight), local_shard(weight.grad)
-        with torch.cuda.stream(self._to_host):  # does nothing if there is none
+        with torch.cuda.stream(self._to_host):  # on a CPU _to_host is None, which torch.cuda.stream ignores
             slot.weight[: shard.numel()].copy_(shard.flatten(), non_blocking=True)
             slot.gradient[: shard.numel()].copy_(gradient.flatten(), non_blocking=True)
             if slot.copied:
                 slot.copied.record()
 
     def _update(self, group: dict[str, Any], weight: nn.Parameter, slot: Slot, scaling: dict[str, Tensor]) -> None:
-        """Update a shard in its slot, and copy it back."""
         shard, state = local_shard(weight), self._state_of(weight)
         size = shard.numel()
         slot.wait_until_copied()

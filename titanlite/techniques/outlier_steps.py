@@ -1,4 +1,4 @@
-"""Outlier steps: a step whose gradient norm is far above recent ones is skipped without an update."""
+"""Outlier steps: a step whose gradient norm is far above recent gradient norms is skipped without an update."""
 
 from typing import Annotated, Any
 
@@ -11,7 +11,7 @@ from titanlite.files.durable import Record, parse_part
 
 
 class Saved(Record):
-    """What a checkpoint has of outlier steps: how many were skipped, and the norms of the window, the oldest first."""
+    """A checkpoint saves how many outlier steps were skipped, and the norms of the window, the oldest first."""
 
     skipped: int = Field(ge=0)
     norms: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(max_length=1_000_000)
@@ -19,10 +19,8 @@ class Saved(Record):
 
 class OutlierSteps:
     """Decides whether a step is taken: its gradient norm must be at most mean + sigma x standard deviation of the norms
-    of the last `window` taken steps. Until half a window of norms is known, every finite step is taken.
-
-    OLMo-core's SkipStepOptimizer has the same idea (olmo_core/optim/skip_step_optimizer.py). Here the norms of skipped
-    steps do not count, and the decision stays on the device.
+    of the last `window` taken steps. Until half a window of norms is known, every step with a finite norm is taken.
+    The idea is that of OLMo-core's SkipStepOptimizer (olmo_core/optim/skip_step_optimizer.py).
     """
 
     def __init__(self, sigma: float, window: int, device: torch.device):
@@ -32,12 +30,12 @@ class OutlierSteps:
         self.message = ""
         """The message about the last step that was skipped."""
         self._in_a_row = 0
-        self._norms = torch.full((window,), torch.nan, dtype=torch.float64, device=device)  # oldest first; nan: none
+        # Norms of the last `window` taken steps, the oldest first; NaN stands for a step that has not been taken yet.
+        self._norms = torch.full((window,), torch.nan, dtype=torch.float64, device=device)
         self._limit = torch.full((), torch.inf, dtype=torch.float64, device=device)
 
     def taken(self, norm: Tensor, finite: Tensor) -> Tensor:
-        """Return whether to take a step with this gradient norm, and record the norm if so. Arguments and result are
-        scalars on the device; the host does not wait for them."""
+        """Return whether to take a step with this gradient norm, and record the norm of a taken step."""
         known = ~self._norms.isnan()
         n = known.sum()
         mean = self._norms.nansum() / n
@@ -48,8 +46,8 @@ class OutlierSteps:
         return taken
 
     def skipped(self, norm: float) -> bool:
-        """Return whether the last step, which had this gradient norm, was skipped as an outlier, and count it if so.
-        Raises TrainingError if a full window of steps in a row was skipped: such norms are no outliers."""
+        """Return whether the last step, with gradient norm `norm`, was skipped as an outlier, and count it if so.
+        Raises TrainingError if `window` steps in a row were skipped, since repeated norms are no outliers."""
         limit = self._limit.item()
         outlier = limit < norm < torch.inf
         self._in_a_row = self._in_a_row + 1 if outlier else 0
@@ -62,13 +60,12 @@ class OutlierSteps:
         return outlier
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """Return its part of a checkpoint's state. JSON has every digit of a float, so nothing is rounded."""
+        """Return the entry of outlier steps in a checkpoint's state. JSON stores floats without rounding."""
         norms = [norm for norm in self._norms.tolist() if norm == norm]
         return {"outliers": {"skipped": self.n_skipped, "norms": norms}}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint's state, or begin if it has no part; if the window is shorter now, with its newest
-        norms. Raises ConfigError for a damaged part."""
+        """Restore the counter and the newest norms from a checkpoint. Raises ConfigError for a damaged entry."""
         if saved := parse_part(state, "outliers", Saved | None):
             self.n_skipped, newest = saved.skipped, saved.norms[-self.window :]
             values = [torch.nan] * (self.window - len(newest)) + newest

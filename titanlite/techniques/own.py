@@ -1,4 +1,4 @@
-"""The user's own parts of a run, by `--own FILE.py:NAME` or from Python: how they are loaded and checked."""
+"""Load and check the user's own parts of a run (block, loss, data, ...), given by `--own FILE.py:NAME` or in Python."""
 
 import dataclasses
 import hashlib
@@ -31,7 +31,7 @@ GATHER = "reduce over `group`, or set parallelism.disable_loss_parallel = true"
 
 @dataclasses.dataclass(frozen=True)
 class Own(Parts):
-    """Holds the user's own parts of a run; titanlite's are used for the others (titanlite/config/own.py)."""
+    """Holds the user's own parts of a run. titanlite's parts replace those not set (titanlite/config/own.py)."""
 
     digest: str = "in Python"
 
@@ -51,8 +51,8 @@ class Own(Parts):
         return load_own, (self.place,)
 
     def prepare(self, stage: Llama, model: Model, training: Training, parallelism: Parallelism) -> None:
-        """Give the own blocks of a stage their parallel styles, and run them on the meta device, where it costs
-        nothing. Raises ConfigError with a line for each block that would compute something else under some layout."""
+        """Give the own blocks of a stage their parallel styles, and run each block once on the meta device. Raises
+        ConfigError with a line for each problem that would make a block compute something else under some layout."""
         existing = {name for block in stage.layers.values() for name, _ in block.named_modules()}
         if len(stage.layers) == model.n_layers and (unknown := self.styles.keys() - existing):
             expected = "expected the name of a module in its block, as feed_forward.up"
@@ -66,11 +66,11 @@ class Own(Parts):
             names = {name for name, _ in block.named_modules()}
             if training.attention_backend != "auto" and "attention.inner_attention" not in names:
                 found["attention"] = "has no inner_attention, which context parallel and masks replace"
-            if found:  # other layers mostly have the same problems
+            if found:  # report the first wrong layer only, since other layers mostly have the same problems
                 raise ConfigError([f"layers.{layer}.{name}: {problem}" for name, problem in found.items()])
 
     def _wrong_names(self, block: nn.Module, is_sharded: bool) -> Iterator[tuple[str, str]]:
-        """Yield the modules and tensors of a block that layouts cannot shard, each with the reason."""
+        """Yield the name of each module or tensor of a block that layouts cannot shard, with the reason."""
         theirs = [name for name, module in block.named_modules() if isinstance(module, ShardsWeights)]
         for name, module in block.named_modules():
             if any(f"{name}.".startswith(f"{each}.") for each in theirs):
@@ -89,8 +89,8 @@ class Own(Parts):
     def check_loss(
         self, model: Model, parallelism: Parallelism, group: dist.ProcessGroup, device: torch.device
     ) -> None:
-        """Compute the own loss of random logits in one call, by halves of the tokens and, under loss parallel, from
-        shards of the vocabulary. Every rank calls it. Raises ConfigError unless losses and gradients are equal."""
+        """Compute the own loss of random logits in one call, by halves of the tokens, and from shards of the
+        vocabulary. Raises ConfigError unless losses and gradients are equal. Every rank must call `check_loss`."""
         if not self.loss:
             return
         vocab_size, generator = model.vocab_size, torch.Generator(device).manual_seed(0)
@@ -128,16 +128,15 @@ class Own(Parts):
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
-    return torch.allclose(a, b, rtol=1e-3, atol=1e-4)  # an own loss may round, as to bfloat16
+    return torch.allclose(a, b, rtol=1e-3, atol=1e-4)  # tolerances for an own loss that rounds to bfloat16
 
 
 def _state(module: nn.Module) -> dict[str, Any]:
-    """Return the buffers and attributes of a module itself."""
     return {key: value for key, value in {**vars(module), **module._buffers}.items() if not key.startswith("_")}
 
 
 def _wrong_forward(block: nn.Module, model: Model) -> dict[str, str]:
-    """Return the problem with the forward of a block, by name; empty if there is none."""
+    """Return the problems of a block's forward, by name of the wrong module; empty if there is no problem."""
     if not isinstance(block, Block):
         return {"": f"a {type(block).__name__}; expected a titanlite.model.Block, whose parts may be own"}
     dtype, options = next(block.parameters()).dtype, {"device": "meta"}
@@ -148,7 +147,7 @@ def _wrong_forward(block: nn.Module, model: Model) -> dict[str, str]:
         y_ND = block(x_ND, rope_TK2, None)
     except (RuntimeError, TypeError) as error:
         if isinstance(error, NotImplementedError) or "meta tensor" in str(error):
-            return {}  # the forward reads values, or an operator needs them
+            return {}  # the forward, or an operator in it, reads values, which meta tensors lack
         return {"forward": f"fails on x of {tuple(x_ND.shape)}: {str(error).splitlines()[0]}"}
     if y_ND.shape != x_ND.shape:
         return {"forward": f"makes {tuple(y_ND.shape)} of {tuple(x_ND.shape)}; expected the same shape"}
@@ -158,8 +157,8 @@ def _wrong_forward(block: nn.Module, model: Model) -> dict[str, str]:
 
 
 def load_own(place: str | Parts) -> Parts:
-    """Return the Own that `place` names as FILE.py:NAME, or is; "": titanlite's parts. No folder is put on sys.path.
-    Raises ConfigError with one line if that fails."""
+    """Return the Own at `place`, FILE.py:NAME. A Parts is returned unchanged; "" means titanlite's own parts. Loading
+    puts no folder on sys.path. Raises ConfigError with one line if the file cannot be read or run, or has no NAME."""
     if not place or isinstance(place, Parts):
         return place or Parts()
     file, _, name = place.rpartition(":")
@@ -187,7 +186,7 @@ def load_own(place: str | Parts) -> Parts:
 
 
 def take_own(argv: list[str]) -> tuple[Parts, list[str]]:
-    """Return what `--own` names, and the other arguments. Raises ConfigError as load_own does."""
+    """Return the parts that `--own` names, and the other arguments. Raises the ConfigError of load_own."""
     parser = Parser("titanlite COMMAND CONFIG --own FILE.py:NAME", None)
     parser.add_argument("--own", default="", metavar="FILE.py:NAME")
     arguments, others = parser.parse_known_args(argv)

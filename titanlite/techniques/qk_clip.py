@@ -1,21 +1,17 @@
 """QK-clip (MuonClip, Kimi K2, arXiv:2507.20534, section 2.1): no head's attention logits grow without bound.
 
-An optimizer step is followed by a look at each query head's largest logit over the global batch. Where it was above the
-threshold, the head's logits are scaled by gamma = threshold / largest, by which it would have been the threshold:
+If a query head's largest logit over the global batch was above the threshold, then after the optimizer step weights are
+scaled so that the head's logits change by the factor gamma = threshold / largest:
 
 - If each query head has a KV head of its own, the weights of queries and of keys are scaled by sqrt(gamma).
-- If several query heads share a KV head, its weights stay, since scaling them would also change the logits of the other
-  heads: only the weights of queries are scaled, by gamma.
-- With latent attention, channels without rotary embedding are scaled by sqrt(gamma) in queries and in keys. The rotated
-  keys, which all heads share, stay, and rotated queries are scaled by gamma.
+- If several query heads share a KV head, only the weights of queries are scaled, by gamma.
+- In latent attention, channels without rotary embedding are scaled by sqrt(gamma) in queries and in keys. Rotated
+  queries are scaled by gamma, and rotated keys, which all heads share, are not scaled.
 
-Attention backends return no logits. So a hook multiplies queries and keys once more, in blocks of queries and without
-gradients, and again where a layer is recomputed. Under the causal mask this takes B x T x S x K floating-point
-operations per query head: one of the 7 products of attention's forward and backward. Each logit is written to memory
-and read once, which on a GPU takes longer than the product.
+Attention backends return no logits, so a hook multiplies queries by keys once more, which takes B x T x S x K
+floating-point operations per query head, like one of the 7 products of attention's forward and backward.
 
-Shapes: B batch, T tokens of this rank, S tokens of the sequence, H query heads, G KV heads, M = H / G, K head_dim, L
-layers of this rank.
+Shapes: B batch, T tokens of this rank, S of the sequence, H query heads, G KV heads, M = H / G, K head_dim, L layers.
 """
 
 import functools
@@ -29,14 +25,13 @@ from torch import Tensor, nn
 from titanlite.parallel.shards import local_shard, shard_slice
 
 LOGITS, BLOCKS = 2**24, 8
-"""Most logits of a block of queries, over all heads: 32 MiB in bfloat16, which a device's cache holds. And the least
-number of blocks: more blocks compute fewer logits that the causal mask leaves out."""
+"""LOGITS: most logits of a block of queries, over all heads: 32 MiB in bfloat16, which a GPU's cache holds.
+BLOCKS: least number of blocks of queries. More blocks compute fewer logits above the causal diagonal."""
 
 
 class QkClip:
-    """Records the largest logits of a model's heads, and scales the weights of those that are above a threshold.
-    `group`: the ranks that have these layers; None: this one alone. `tensor_rank`: number of this rank among those that
-    the heads are sharded over."""
+    """Records the largest logit of each head of a model, and scales the weights of heads above a threshold. `group`:
+    the ranks with this rank's layers; None: this rank alone. `tensor_rank`: this rank's number in tensor parallel."""
 
     def __init__(self, model: nn.Module, threshold: float, group: dist.ProcessGroup | None, tensor_rank: int):
         self.threshold, self.group, self.tensor_rank = threshold, group, tensor_rank
@@ -49,30 +44,28 @@ class QkClip:
             attention.inner_attention.register_forward_pre_hook(functools.partial(self._record, largest_H))
 
     def reset(self) -> None:
-        """Drop the logits of a step."""
         self.largest_LH.fill_(-math.inf)
 
     def _record(self, largest_H: Tensor, inner_attention: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Record the largest logits of a training forward. Recording a forward again changes nothing."""
+        """Record the largest logits of a training forward. Recomputing the forward records the same values."""
         if not torch.is_grad_enabled():
             return
-        q_BTHK, k_BTGK, _, documents, *_ = *inputs, None  # a forward of one document lacks the last argument
+        q_BTHK, k_BTGK, _, documents, *_ = *inputs, None  # None: a forward of one document has no `documents`
         n_heads, ring, ulysses = q_BTHK.shape[2], *(getattr(inner_attention, name, "") for name in ("ring", "ulysses"))
         own_H = largest_H[self.tensor_rank * n_heads :][:n_heads]
         positions = None if documents is None else documents.positions_BT
         record(own_H, q_BTHK.detach(), k_BTGK.detach(), positions, inner_attention.window, ring, ulysses)
 
     def largest(self) -> Tensor:
-        """Return the largest logit of each layer and head since the last reset, over all ranks, [L, H]. Every rank of
-        the group must call it."""
+        """Return each layer's and head's largest logit since the last reset, [L, H]. Every rank must call `largest`."""
         if self.group is not None:
             dist.all_reduce(self.largest_LH, dist.ReduceOp.MAX, self.group)
         return self.largest_LH
 
     @torch.no_grad()
     def step(self, skipped: Tensor | None) -> None:
-        """Scale the weights of all heads above the threshold. `skipped`: 1 on the device if the optimizer step was not
-        taken, or None. Every rank of the group must call it."""
+        """Scale the weights of all heads above the threshold. `skipped`: a scalar on the device, 1 if the optimizer
+        skipped its step; None: it took its step. Every rank of `group` must call `step`."""
         largest_LH = self.largest()
         gamma_LH = torch.where(largest_LH > self.threshold, self.threshold / largest_LH, 1.0)
         if skipped is not None:
@@ -86,12 +79,10 @@ class QkClip:
 
 
 def _queries(attention: nn.Module) -> nn.Module:
-    """Return the linear layer whose outputs are the queries of all heads."""
     return attention.wq if attention.wq is not None else attention.wq_b
 
 
 def _factors(attention: nn.Module, gamma_H: Tensor) -> list[tuple[nn.Module, Tensor]]:
-    """Return the linear layers to scale, each with a factor for each of its outputs."""
     root, queries = gamma_H.sqrt(), _queries(attention)
     if hasattr(attention, "wkv_b"):
         plain, rotated, values = attention.nope_dim, attention.rope_dim, attention.v_head_dim
@@ -105,7 +96,6 @@ def _factors(attention: nn.Module, gamma_H: Tensor) -> list[tuple[nn.Module, Ten
 
 
 def _on_device(numbers: Tensor, device: torch.device) -> Tensor:
-    """Copy numbers to the device without having the host wait."""
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
 
 
@@ -113,19 +103,18 @@ def _repeat(factor_H: Tensor, n: int) -> Tensor:
     return factor_H.unsqueeze(1).expand(-1, n)
 
 
-# A custom operator: selective AC, which saves products, and torch.compile do not look into it.
+# A custom operator is opaque to torch.compile, and selective AC saves none of the products inside.
 @torch.library.custom_op("titanlite::record_largest_logits", mutates_args=("largest_H",))
 def record(
     largest_H: Tensor, q: Tensor, k: Tensor, document_positions: Tensor | None, window: int, ring: str, ulysses: str
 ) -> None:
-    """Raise `largest_H` to the largest logit of each head, over queries [B, T, H, K] and those keys [B, T, G, K] that
-    they attend to. `document_positions`, of all tokens of the Ulysses ranks, and the names of groups are as in
-    parallel/tiled_attention.py."""
+    """Raise `largest_H` to the largest logit of each head, over queries [B, T, H, K] and the keys [B, T, G, K] that
+    they attend to. `document_positions`, `ring` and `ulysses` are as in parallel/tiled_attention.py."""
     batch, tokens, n_heads, head_dim = q.shape
     at_T = torch.arange(tokens, device="cpu")
     if ring or ulysses:
         k, at_T, document_positions = _gathered(k, document_positions, ring, ulysses)
-    # A query attends to neighbouring keys, from the first in its document and window up to its own.
+    # A query attends to consecutive keys: from the first of its document and window up to the query's own position.
     before_BT = at_T.unsqueeze(0) if document_positions is None else document_positions
     first_BT = at_T - before_BT.clamp(max=window - 1 if window else None, min=0)
     q_BTGMK, most = q.unflatten(2, (k.shape[2], -1)), LOGITS // (batch * n_heads * k.shape[1])
@@ -134,7 +123,7 @@ def record(
         queries, keys = q_BTGMK[:, int(block[0]) : int(block[-1]) + 1], k[:, begin:end]
         logits_BGMTS = torch.einsum("btgmk,bsgk->bgmts", queries, keys)
         first_BT1, at_T1 = (_on_device(x[..., block], q.device).unsqueeze(-1) for x in (first_BT, at_T))
-        left, right = int(first_BT[:, block].max()), int(at_T[block].min()) + 1  # every query sees the keys between
+        left, right = int(first_BT[:, block].max()), int(at_T[block].min()) + 1  # unmasked keys: [left, right)
         for some in ((begin, left), (right, end)) if left < right else ((begin, end),):
             key_S = torch.arange(*some, device=q.device)
             unseen_BTS = (key_S > at_T1) | (key_S < first_BT1)
@@ -151,9 +140,8 @@ def _(largest_H, q, k, document_positions, window, ring, ulysses):
 def _gathered(
     k_BTGK: Tensor, document_positions_BS: Tensor | None, ring: str, ulysses: str
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the keys of the full sequence in its order, the positions of this rank's tokens in it, and their positions
-    in documents."""
-    from titanlite.parallel.tiled_attention import _GROUPS  # here: without context parallel, attention may be torch's
+    """Return the full sequence's keys in order, and the positions of this rank's tokens in sequence and documents."""
+    from titanlite.parallel.tiled_attention import _GROUPS  # imported here: only context parallel needs tiles
     from titanlite.parallel.tiles import local_positions
 
     groups = _GROUPS[ulysses], _GROUPS[ring]

@@ -1,7 +1,6 @@
 """Samples of a training run: after each validation, some prompts are continued with the weights of that step.
 
-There is no KV cache. Each token takes a forward of full sequences in batches of the validation's shape. So this works
-under every layout whose ranks have full sequences, and nothing is compiled again.
+Each generated token takes a forward of full sequences, in validation's shape, so that no layout needs a KV cache.
 """
 
 import torch
@@ -20,7 +19,7 @@ from titanlite.train_step import Observer, TrainStep
 
 
 class Samples(Observer):
-    """Continues validation.generate_prompts greedily. Raises ConfigError if one is too long for a sequence."""
+    """Continues validation.generate_prompts greedily. Raises ConfigError if a prompt is too long for a sequence."""
 
     def __init__(self, training: Training, validation: Validation, model: Model, train_step: TrainStep, logger: Logger):
         self.train_step, self.logger = train_step, logger
@@ -35,12 +34,11 @@ class Samples(Observer):
                 raise ConfigError([f"{problem}, which is training.seq_len - validation.generate_tokens"])
 
     def after_validation(self, step: int) -> None:
-        """Log the text that follows each prompt."""
         self.logger.log_samples(step, self.prompts, self.generate())
 
     @torch.no_grad()
     def generate(self) -> list[str]:
-        """Return the text that follows each prompt. Every rank must call it, and each returns the same."""
+        """Return the text that follows each prompt. Every rank must call it, and all ranks return the same texts."""
         model, device = self.train_step.model, self.train_step.device
         size, texts = self.training.local_batch_size, []
         loss, model.output.loss = model.output.loss, logits_at
@@ -53,7 +51,6 @@ class Samples(Observer):
         return texts
 
     def _continue(self, model: nn.Module, prompts: list[list[int]], device: torch.device) -> list[list[int]]:
-        """Return the tokens that follow each prompt, up to EOS."""
         shape = self.training.local_batch_size, self.training.seq_len
         texts, running = [list(prompt) for prompt in prompts], set(range(len(prompts)))
         positions = torch.arange(shape[1]).repeat(shape[0], 1)

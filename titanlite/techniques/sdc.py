@@ -1,7 +1,7 @@
 """Silent data corruption: a device that computes or stores wrong numbers without an error.
 
-Every debug.sdc_check_freq steps, replicas of the same weights compare hashes of their bits, and each rank computes the
-step's forward and backward twice and compares the bits of both results with each other.
+Every debug.sdc_check_freq steps, replicas of a weight compare hashes of its bits, and each rank computes the step's
+forward and backward twice and compares hashes of the loss and the gradients.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,14 +23,14 @@ from titanlite.train_step import Observer, TrainStep
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 CHUNK_ELEMENTS = 2**22
-"""Elements that are hashed at a time: while it is hashed, an element takes 8 bytes."""
+"""Number of elements that are hashed at a time. Hashing takes 8 bytes of memory per element of a chunk."""
 
 
 @torch.no_grad()
 def hash_of_bits(tensor: Tensor) -> Tensor:
-    """Return a hash of a plain tensor's bits and their positions, an int64 scalar on its device. It is the sum modulo
-    2**64 of each element's bits (at most 32) times an odd number that depends on the position. An odd factor loses no
-    bit, so a change of one element always changes the sum; a sum of integers does not depend on their order."""
+    """Return a hash of a plain tensor's bits and their positions, an int64 scalar on the tensor's device. The hash is
+    the sum, modulo 2**64, of each element's bits times an odd number that depends on the position. Multiplying by an
+    odd number loses no bit, so a change of one element changes the sum."""
     bits = tensor.detach().contiguous().reshape(-1).view(INTEGERS[tensor.itemsize])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, len(bits), CHUNK_ELEMENTS):
@@ -42,9 +42,8 @@ def hash_of_bits(tensor: Tensor) -> Tensor:
 
 
 class CorruptionCheck(Observer):
-    """Compares replicas and repeated steps. Every rank must make the same calls. A checkpointer, if there is one, takes
-    a checkpoint for good only after a later check that found no difference. `freq`: steps from one check to the next;
-    `guard` has the loss scale of a step."""
+    """Compares replicas and repeated steps, every `freq` steps. Every rank must make the same calls. `checkpointer` (or
+    None) trusts a checkpoint only after a later check without a difference. `guard` knows the loss scale."""
 
     def __init__(
         self,
@@ -61,14 +60,13 @@ class CorruptionCheck(Observer):
             checkpointer.agreed_step = 0
 
     def after_backward(self, step: int, batches: list[Batch], loss_sum: Tensor, *, is_test: bool) -> None:
-        """Check a step if it is due, and always the test of the last weights. Raises TrainingError, see `check`."""
         if is_test or step % self.freq == 0:
             self.check(step, loss_sum, lambda: self.train_step.forward_backward(batches, self.guard.loss_scale))
 
     def check(self, step: int, loss_sum: Tensor, compute_again: Callable[[], tuple[Tensor, Tensor]]) -> None:
-        """Compare a step's loss and gradients with those of `compute_again`, which does the same forward and backward
-        again, and the weights with their replicas'. The gradients of the repeated step replace those in the parameters.
-        `loss_sum`: this rank's sum of token losses. Raises TrainingError on every rank if some found a difference."""
+        """Compare a step's loss and gradients with those of `compute_again`, and the weights with their replicas.
+        `compute_again` repeats the step's forward and backward and leaves its gradients in the parameters. `loss_sum`
+        is this rank's sum of token losses. Raises TrainingError on every rank if some rank found a difference."""
         gradients = self._hashes_of_gradients()
         self.optimizer.zero_grad()
         again, _ = compute_again()
@@ -95,7 +93,7 @@ class CorruptionCheck(Observer):
         return torch.stack([none if grad is None else hash_of_bits(plain_shard(grad)).cpu() for grad in gradients])
 
     def _different_replicas(self) -> list[tuple[int, list[int], str]]:
-        """Return which replicas of this rank's weights differ in their bits: (2, ranks, names of the weights)."""
+        """Return the replicas of this rank's weights that differ in their bits: (2, ranks, names of the weights)."""
         by_replicas: dict[tuple[DeviceMesh, tuple[int, ...]], list[str]] = {}
         for name, parameter in self.parameters.items():
             axes = _replicated_axes(parameter)
@@ -119,8 +117,7 @@ def _replicated_axes(parameter: nn.Parameter) -> tuple[int, ...]:
 
 
 def _gathered(own: Tensor, mesh: DeviceMesh, axes: Iterable[int]) -> Tensor:
-    """Return the hashes of all replicas along some axes of a mesh, [replicas, parameters], in the order of
-    `_replica_ranks`."""
+    """Return the hashes of all replicas over mesh axes, [replicas, parameters], in the order of `_replica_ranks`."""
     gathered = own[None]
     for axis in reversed(tuple(axes)):
         of_axis = [torch.empty_like(gathered) for _ in range(mesh.size(axis))]
@@ -147,8 +144,8 @@ def _and_more(names: list[str]) -> str:
 
 
 def _explanation(found: list[tuple[int, list[int], str]]) -> str:
-    """Return in one line which ranks differ in what. A wrong loss is the rank's own error. Wrong gradients may come
-    from another rank, as they are summed over ranks, so they are named only if no loss is wrong."""
+    """Return in one line which ranks computed or store which wrong values. Gradients are summed over ranks, so wrong
+    ones may come from another rank and are named only if no loss is wrong: a wrong loss is the rank's own error."""
     kinds = [
         "computed twice with different results",
         "computed twice with different results (or got it from a rank that did)",

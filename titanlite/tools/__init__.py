@@ -1,1 +1,1 @@
-"""Tools: commands that do not train. Nothing outside this folder imports them."""
+"""Tools are the commands that do not train. No module outside this folder imports a tool."""

@@ -3,15 +3,14 @@
     titanlite checkpoint FOLDER
     titanlite checkpoint average OUT FOLDER [FOLDER ...]
 
-FOLDER is a step-N folder, or one that contains such folders. Every byte is read and compared with its checksum. The
-checkpoints that no start resumes from are listed afterwards: step-N.diverged, step-N.suspect, step-N.damaged.
+FOLDER is a step-N folder, or a folder of step-N folders. Every byte of a checkpoint is read and compared with its
+checksum. Checkpoints that no run resumes from are only listed: step-N.diverged, step-N.suspect, step-N.damaged.
 
-With `average`, the mean of the weights of all these checkpoints (a model soup, arXiv:2203.05482, or stochastic weight
-averaging, arXiv:1803.05407) becomes OUT/checkpoint/step-N, where N is the newest step, with that run's config.toml in
-OUT. It has no optimizer states: `titanlite export OUT` writes it as a Hugging Face folder, titanlite generate and eval
-read it, and a run starts from it by checkpoint.initial_load_path. One tensor at a time is in memory.
+`average` writes the mean of the weights of all checkpoints (a model soup, arXiv:2203.05482, or stochastic weight
+averaging, arXiv:1803.05407) as OUT/checkpoint/step-N, where N is the newest step, and the newest run's config.toml into
+OUT. OUT has no optimizer states. titanlite export, generate, eval and checkpoint.initial_load_path can read OUT.
 
-Exit status: 0 every checkpoint that a start may resume from is complete and undamaged; 2 one is not, or there is none.
+Exit status: 0 every checkpoint that a run may resume from is undamaged; 2 a checkpoint is damaged, or there is none.
 """
 
 import json
@@ -59,7 +58,7 @@ def main(argv: list[str]) -> int:
 
 
 def describe(folder: Path) -> str:
-    """Verify a checkpoint and return a line about it. Raises ConfigError if it is damaged."""
+    """Verify a checkpoint and return a line that describes it. Raises ConfigError if the checkpoint is damaged."""
     reader, begin = CheckpointReader(folder), time.monotonic()
     size = sum(entry.bytes for entry in reader.manifest.files.values()) / 2**30
     with progress(f"verifying {folder.name}", total=round(size * 1024), unit="MiB") as advance:
@@ -78,8 +77,8 @@ def describe(folder: Path) -> str:
 
 
 def average(places: Sequence[Path]) -> None:
-    """Write the mean of checkpoints in all folders but the first into the first, which must not exist. Raises
-    ConfigError if they are fewer than two, damaged or of different models."""
+    """Write the mean of the checkpoints in `places[1:]` to the folder `places[0]`, which must not exist. Raises
+    ConfigError if the checkpoints are fewer than two, damaged or of different models."""
     out, folders = places[0] if places else Path(), [path for place in places[1:] for path in step_folders(place)]
     if len({path.resolve() for path in folders}) < max(2, len(folders)):
         found = ", ".join(map(str, folders)) or "none"

@@ -17,7 +17,7 @@ from titanlite.config.reference import help_text, json_schema
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit status: 0; 1 if two configs differ. Raises ConfigError if a config is wrong."""
+    """Run `titanlite config`. Returns 1 if two configs differ, otherwise 0. Raises ConfigError for a wrong config."""
     if not argv or "-h" in argv or "--help" in argv:
         print(f"{__doc__}\n{help_text(argv)}")
         return 0
@@ -25,20 +25,19 @@ def main(argv: list[str]) -> int:
         print(json_schema(), end="")
         return 0
     if argv[0] == "--from-torchtitan":
-        from titanlite.tools.from_torchtitan import command  # imported here: the other uses need no tables of its keys
+        from titanlite.tools.from_torchtitan import command  # imported here: it reads keys.toml
 
         return command.main(argv[1:])
     if len(argv) == 2 and not any(name.startswith("-") for name in argv):
         return compare(*argv)
-    from titanlite.launch.launcher import load_and_check  # imported here, since the other uses need no run
+    from titanlite.launch.launcher import load_and_check  # imported here: the other uses of the command launch no ranks
 
     load_and_check(argv, lambda loaded: print(loaded.config.toml(), end="", flush=True))
     return 0
 
 
 def compare(*names: str) -> int:
-    """Print the options that differ between two configs, and return 1 if there are any, otherwise 0. A run's folder
-    stands for its config.toml. Raises ConfigError if a config is wrong."""
+    """Print the options that differ between two configs or run folders. Returns 1 if any option differs, else 0."""
     files = [f"{name}/config.toml" if "/" in name and Path(name).is_dir() else name for name in names]
     changed = differences(*(options_by_key(load([file]).config) for file in files))
     for key, (old, new) in changed.items():

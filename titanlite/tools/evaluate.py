@@ -1,11 +1,11 @@
 """Compute the loss of a trained model on a dataset.
 
-FOLDER is a checkpoint's step-N folder, a run's folder or that of its checkpoints (the newest one is taken), or a
-Hugging Face folder (config.json and safetensors). The dataset is one that training.dataset can name: pydoc_topics,
-text, json, parquet, c4 or hub. All of its documents are read once, in order, as packed sequences. Other options of
-[training], such as --training.dataset_text_key=content, say how documents are read.
+FOLDER is a checkpoint's step-N folder, a run's folder or the folder of its checkpoints (the newest checkpoint is
+taken), or a Hugging Face folder (config.json and safetensors). The dataset is one that training.dataset can name:
+pydoc_topics, text, json, parquet, c4 or hub. All documents are read once, in order, as packed sequences. Other options
+of [training], such as --training.dataset_text_key=content, say how documents are read.
 
-Prints the loss in nats per token, by the rule of training and validation, and the perplexity. Several ranks share the
+Prints the loss in nats per token, as training and validation compute it, and the perplexity. Several ranks share the
 work and the weights (FSDP): torchrun --nproc-per-node=N -m titanlite eval FOLDER ...
 
 Exit status: 0 done; 2 the folder, the dataset or an argument is wrong.
@@ -23,11 +23,11 @@ USAGE = """titanlite eval FOLDER --dataset NAME [--dataset-path PATH] [--split N
            [--batch-size B] [--document-mask] [--dtype float32|bfloat16|float64] [--tokenizer FOLDER]
            [--training.key=value ...]"""
 OPTIONS = ("dataset", "dataset_path", "dataset_split", "seq_len", "local_batch_size", "document_mask")
-"""Options of [training] that have an argument of their own."""
+"""Options of [training] for which the command has an argument."""
 MORE_OPTIONS = ("dataset_config", "dataset_text_key", "text_sample_by", "cache_folder", "loss_chunks")
 MORE_OPTIONS += ("attention_backend", "mixed_precision_param", "packing", "dataset_format", "dataset_messages_key")
 MORE_OPTIONS += ("dataset_prompt_key", "dataset_response_key", "long_conversations", "special_tokens_in_text")
-"""Further options of [training] that an evaluation reads."""
+"""Further options of [training] that an evaluation reads, as --training.key=value."""
 
 
 def main(argv: list[str]) -> int:
@@ -51,14 +51,14 @@ def main(argv: list[str]) -> int:
         if not is_value and override.partition("=")[0] not in readable:
             problem = f"command line: {override}: expected one of {', '.join(readable)}"
             raise ConfigError([f"{problem}; --help tells more"])
-    import torch  # here, so that --help and wrong arguments do not wait for it
+    import torch  # imported here, so that --help and wrong arguments do not wait for the import
 
     from titanlite.launch.process_group import options_of_run, process_group
     from titanlite.tools.generate.folder import open_folder
 
     folder = open_folder(arguments.folder)
     kind = arguments.dtype or str(folder.dtype).removeprefix("torch.")
-    # float16 weights are exact in float32, and there is no training.dtype of that name.
+    # training.dtype has no float16, but float32 represents float16 weights exactly.
     training = {"dtype": "float32" if kind == "float16" else kind, "seq_len": folder.value("training", "seq_len")}
     given = {key: getattr(arguments, key) for key in OPTIONS if getattr(arguments, key) is not None}
     values = {
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
 
 def evaluate(config: Any, launch: Launch, folder: Any, tokenizer: Any) -> tuple[float, int]:
     """Return the loss of a folder's model on the dataset of a resolved config, and the dataset's number of sequences.
-    Every rank must call it. Raises ConfigError if weights or data cannot be read, or the loss is not finite."""
+    Every rank must call `evaluate`. Raises ConfigError if weights or data are unreadable, or the loss is not finite."""
     from titanlite import build
     from titanlite.launch.process_group import device_of
     from titanlite.launch.progress import progress
@@ -103,7 +103,7 @@ def evaluate(config: Any, launch: Launch, folder: Any, tokenizer: Any) -> tuple[
 
 
 def open_sequences(tokenizer: Any, training: Training, *, builds_cache: bool) -> Any:
-    """Return all documents of a dataset, in order, as packed sequences to be read once. `builds_cache`: this rank
+    """Return all documents of a dataset, in order, as packed sequences that are read once. `builds_cache`: this rank
     builds the token cache. Raises ConfigError if documents cannot be read."""
     from titanlite.data.open import open_cache, pack_once
     from titanlite.data.source import Source

@@ -1,20 +1,20 @@
-"""Write a checkpoint as a Hugging Face folder that transformers, vLLM and others load.
+"""Write a checkpoint as a Hugging Face folder that transformers, vLLM and other programs load.
 
     titanlite export CHECKPOINT OUT [--dtype bfloat16] [--ema] [--tokenizer FOLDER] [--source FOLDER]
                                     [--max-seq-len N] [--verify]
     titanlite export CHECKPOINT OUT --merge [...]         adapters (LoRA), merged into their base
 
 CHECKPOINT is a step-N folder, or the folder of a run's checkpoints, of which the newest is exported. OUT must not
-exist. It gets the weights as safetensors of at most 5 GB, config.json, generation_config.json, the tokenizer's files
-and README.md, a model card. One process with the memory of one tensor is enough, without a GPU.
+exist. The export writes to OUT the weights as safetensors of at most 5 GB, config.json, generation_config.json, the
+tokenizer's files and README.md, a model card. One process without a GPU is enough, with the memory of one tensor.
 
-The run's config.toml, beside the folder of its checkpoints, names the tokenizer and the folder whose weights the run
-started from, if any; --tokenizer and --source name others. The config.json and generation_config.json of that folder
-are kept, with its dtype, except for what the run changed, --dtype and --max-seq-len. Without such a folder, config.json
-states the training's sequence length, and the dtype is the checkpoint's.
+The run's config.toml, beside the folder of its checkpoints, names the tokenizer and the source: the folder whose
+weights the run started from. --tokenizer and --source name other folders. The export keeps the source's config.json,
+generation_config.json and dtype, except what the run, --dtype or --max-seq-len changed. Without a source, config.json
+states the sequence length of training, and the dtype is the checkpoint's.
 
---verify has transformers load OUT, and compares its logits with the checkpoint's, block by block, in float64. It needs
-24 bytes of memory per parameter. If OUT exists, nothing is written, and it is compared.
+--verify has transformers load OUT, and compares its logits with the checkpoint's, block by block, in float64, with
+24 bytes of memory per parameter. If OUT exists, --verify compares OUT and writes nothing.
 
 A checkpoint of adapters (LoRA) is exported in the format of peft, without a tokenizer, or merged with --merge, which
 needs the host memory of the full model.
@@ -26,6 +26,7 @@ import errno
 import sys
 from pathlib import Path
 
+from titanlite.config.loader import ConfigError
 from titanlite.launch.arguments import Parser, count
 
 DTYPES = ("bfloat16", "float32", "float16")
@@ -50,6 +51,8 @@ def main(argv: list[str]) -> int:
     options = vars(parser.parse_args(argv))
     checkpoint, out, verifies = options["checkpoint"], options["out"], options.pop("verify")
     if not verifies or not (out / "config.json").is_file():
+        if verifies and out.exists():
+            raise ConfigError([f"--verify: {out} exists and has no config.json; name an exported folder, or a new one"])
         from titanlite.checkpoint.export import run  # imported here, so that --help does not wait for torch
 
         try:
@@ -60,7 +63,7 @@ def main(argv: list[str]) -> int:
             print(f"error: {out}: cannot be written: {error}", file=sys.stderr)
             return 1
     if verifies:
-        from titanlite.tools.verify_export import verify  # imported here, since an export needs no model
+        from titanlite.tools.verify_export import verify  # imported here: only verification builds a model
 
         return 0 if verify(checkpoint, out, options["ema"]) else 1
     return 0

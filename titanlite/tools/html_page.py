@@ -1,7 +1,4 @@
-"""HTML pages of the commands: text and figures in one self-contained file.
-
-Figures are SVG inside the page, with their text as text. The same content gives the same bytes.
-"""
+"""Write the HTML pages of commands: text and SVG figures in one file. The same content gives the same bytes."""
 
 import html
 import io
@@ -14,37 +11,37 @@ from matplotlib.figure import Figure
 from rich.console import Console, RenderableType
 
 WIDTH = 11.0
-"""Width of a figure in inches; an inch is 96 pixels on a screen."""
+"""Width of a figure in inches of 96 pixels."""
 STYLE = {"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"], "font.size": 9, "axes.titlesize": 9}
 
 
 def page(title: str, body: str) -> str:
-    """Return a page with a title, which is plain text, and a body, which is HTML."""
+    """Return an HTML page. `title` is plain text, and `body` is HTML."""
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     return template.replace("[[TITLE]]", html.escape(title)).replace("[[BODY]]", body)
 
 
 def printed(content: RenderableType, width: int) -> str:
-    """Return content as HTML, in the form that a terminal of `width` columns shows it."""
+    """Return rich content as HTML that looks like a terminal of `width` columns."""
     console = Console(record=True, width=width, file=io.StringIO(), highlight=False)
     console.print(content)
     return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
 
 def figure_style() -> AbstractContextManager[None]:
-    """Return a context in which figures have the pages' style, whatever the user's matplotlibrc says."""
+    """Return a context in which matplotlib draws figures in the pages' style and ignores the user's matplotlibrc."""
     return style.context(["default", STYLE])
 
 
 def svg_figure(figure: Figure, name: str, caption: str, *, title: str) -> str:
-    """Return a figure with its caption, as HTML. The name prefixes its ids, which must be unique in a page."""
+    """Return a figure with its caption, as HTML. `name` prefixes the figure's ids, which must be unique in a page."""
     file = io.StringIO()
     with style.context({"svg.hashsalt": name}):
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     text = file.getvalue()
     text = text[text.index("<svg") :]  # drops the XML header
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
-    # A precision of a hundredth of a point is enough.
+    # Shorten the numbers of paths to a hundredth of a point, for smaller files.
     text = re.sub(r'\bd="[^"]*"', lambda match: re.sub(r"(\.\d\d)\d+", r"\1", match[0]), text)
     caption = f"<figcaption>{html.escape(caption)}</figcaption>"
     return f"<h2>{title}</h2>\n<figure>\n{text}{caption}\n</figure>\n"

@@ -1,8 +1,8 @@
 """Print the lines of titanlite that a config executes: building a run, one training step, a validation where enabled.
 
-The model is shrunk and the layout stays, as in titanlite parity; the ranks are processes on this machine's CPUs. They
-train on pydoc_topics unless the data are own, without torch.compile, checkpoints and replica groups. Files come in the
-order in which rank 0 enters them. What no rank runs after the imports is folded. Exit status: 0, or 2: a wrong config.
+The model is shrunk and the layout stays, as in titanlite parity. The ranks are processes on this machine's CPUs, and
+train on pydoc_topics, unless the config has own data, without torch.compile, checkpoints and replica groups. Lines that
+no rank runs after the imports are folded. Exit status: 0 done; 2 the config is wrong.
 """
 
 import ast
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     n_ranks, training = ranks_wanted(loaded, os.environ, n_devices=0), loaded.config.training
     config, _ = smaller(loaded, Launch(0, 0, n_ranks, n_ranks, 0), training.mixed_precision_param)
     check_memory(loaded.file, n_ranks)
-    from titanlite.tools.parity.process_pool import ProcessPool  # here, since --help and a wrong config need no torch
+    from titanlite.tools.parity.process_pool import ProcessPool  # imported here: process_pool imports torch
 
     others = "" if arguments.all else "(parallel/|techniques/|torch_)"
     files = rf"{HEART}|{re.escape(f'{PACKAGE}/')}{others}.*|{re.escape(own.place.rpartition(':')[0])}"
@@ -57,24 +57,24 @@ def main(argv: list[str]) -> int:
 
 
 def one_step(config: Config) -> Config:
-    """Return a config with one step and, unless they are own, data that need no download."""
+    """Return a config with one step and with data that need no download. The user's own data stay."""
     values = {f"training__{key}": field.default for key, field in DatasetOptions.model_fields.items()}
     values |= {"training__datasets": [], "training__streaming": False, "training__cache_folder": config.job.dump_folder}
     values |= {"training__steps": 1, "compile__enable": False, "checkpoint__enable": False, "model__hf_assets_path": ""}
     values |= {"validation__dataset_path": "", "validation__dataset_split": "", "validation__fraction": 0.1}
     values |= {"validation__steps": 1, "checkpoint__initial_load_path": SEEDED}
-    size = 258 + -258 % config.parallelism.tensor_parallel_degree  # bytes, BOS and EOS
+    size = 258 + -258 % config.parallelism.tensor_parallel_degree  # vocabulary: 256 bytes, BOS and EOS
     return config.replace(**values, model__vocab_size=config.model.vocab_size if config.own.data else size)
 
 
 def lines_of_a_step(config: Config, files: str) -> dict[str, set[int]]:
-    """Train on a rank of a pool. Return the lines of functions that run, by file. `files` is a regular expression."""
-    from titanlite.train import train  # imported here, since it imports torch
+    """Train on a rank of a pool. Return by file, if its path matches `files`, the lines that run in functions."""
+    from titanlite.train import train  # imported here, so that --help does not wait for torch
 
     ran: dict[str, set[int]] = {}
 
     def trace(frame: FrameType, event: str, _: object) -> object:
-        if event == "line" and frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # unlike code of modules and classes
+        if event == "line" and frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # a line of a function, not of a module
             ran.setdefault(frame.f_code.co_filename, set()).add(frame.f_lineno)
         return trace if re.fullmatch(files, frame.f_code.co_filename) else None
 
@@ -86,15 +86,15 @@ def lines_of_a_step(config: Config, files: str) -> dict[str, set[int]]:
 
 
 def print_lines(file: Path, ran: set[int]) -> tuple[int, int]:
-    """Print what ran of a file. Return the number of lines of its statements, and of all lines that are printed."""
+    """Print the lines of a file that ran. Return the number of lines of statements, and of all printed lines."""
     lines, nodes = (text := file.read_text()).splitlines(), list(ast.walk(ast.parse(text)))
     functions = [range(node.lineno, node.end_lineno + 1) for node in nodes if isinstance(node, ast.FunctionDef)]
     ran = ran.intersection(chain(*functions))  # lines outside functions run at the import
     others = {n for n, line in enumerate(lines, 1) if re.fullmatch(r"\s*([#@].*|(else|try|finally):.*)?", line)}
-    statements = set[int]()  # statements in full, and the headers of their blocks
+    statements = set[int]()  # lines of statements that ran; of a block statement, only the header
     for node in nodes:
         extent = range(node.lineno, node.end_lineno + 1) if isinstance(node, (ast.stmt, ast.excepthandler)) else ()
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # a docstring
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # docstrings do not run
             others.update(extent)
         elif not ran.isdisjoint(extent):
             statements.update(range(node.lineno, node.body[0].lineno) if hasattr(node, "body") else extent)

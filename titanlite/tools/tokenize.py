@@ -1,17 +1,16 @@
-"""Tokenize the dataset of a config before a run, on any machine: it needs no GPU.
+"""Tokenize the dataset of a config before a run, on any machine; no GPU is needed.
 
     titanlite tokenize CONFIG [--section.key=value ...] [--verify] [--show N [--html FILE]]
 
 Builds the missing parts of the token cache in training.cache_folder, for training and for validation. A build that was
-stopped continues where it was. If several machines share the folder, one builds and the others wait for it.
-Prints the documents, the tokens, the bytes of text per token, and the steps of an epoch and the epochs of the config;
+stopped continues from where it was stopped. If several machines share the folder, one machine builds and the others
+wait. Prints the documents, the tokens, the bytes of text per token, the steps of an epoch and the epochs of the config;
 for a mixture, the epochs and the share of each dataset.
---verify also reads every token and compares it with its checksum; damaged parts are built again.
+--verify also reads every token and compares checksums; damaged parts are built again.
 --show N also prints the first N rows that the run trains on, decoded: ⟦trained spans⟧, «special tokens» and the limits
-of documents. --html FILE writes them as a page, too.
+of documents. --html FILE writes these rows as a page, too.
 
-Exit status: 0 the token cache is complete, or the command was asked to stop; 2 the config or the dataset is wrong; 1
-anything else.
+Exit status: 0 the cache is complete, or the command was asked to stop; 2 the config or dataset is wrong; 1 other error.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def main(argv: list[str]) -> int:
 
 
 def tokenize(argv: list[str]) -> None:
-    """Build the token caches of a config. Raises ConfigError and TrainingError as `open_cache` does."""
+    """Build the token caches of a config. Raises the ConfigError and TrainingError of `open_cache`."""
     parser = Parser("titanlite tokenize CONFIG [--section.key=value ...]", __doc__)
     parser.add_argument("--verify", action="store_true")
     parser.add_argument("--show", type=count(), metavar="N")
@@ -57,7 +56,7 @@ def tokenize(argv: list[str]) -> None:
     loaded = load(config_arguments).config
     from titanlite.data.open import open_cache, open_mixture, open_sequences, token_caches, tokenizer_of_run
 
-    # Tokens do not depend on the number of ranks, but steps may. If the config leaves both open, one shard is assumed.
+    # Tokens do not depend on the number of ranks: a config that leaves this number open is resolved for one rank.
     config = resolve(loaded, max(loaded.parallelism.data_parallel_shard_degree, 1), on_cuda=False)
     if loaded.training.global_batch_size == loaded.parallelism.data_parallel_shard_degree == -1:
         ranks = quantity(config.parallelism.world_size, "rank")
@@ -77,7 +76,7 @@ def tokenize(argv: list[str]) -> None:
     if config.training.datasets:
         print_mixture(config, open_mixture(tokenizer, config.training, caches, seed=config.debug.seed))
     if arguments.show:
-        from titanlite.tools.tokenized_rows import show_rows  # here: the counts need neither torch nor rich
+        from titanlite.tools.tokenized_rows import show_rows  # imported here: tokenized_rows imports torch
 
         of_run = config.training, config.validation
         sequences, *_ = open_sequences(tokenizer, *of_run, seed=config.debug.seed, builds_cache=True)
@@ -85,7 +84,7 @@ def tokenize(argv: list[str]) -> None:
 
 
 def print_mixture(config: Config, sequences: MixedSequences) -> None:
-    """Print how often the run reads each dataset of a mixture. Raises ConfigError if all are used up before its end."""
+    """Print how often the run reads each dataset of a mixture. Raises ConfigError if the run uses up all datasets."""
     config = resolve_epochs(config, sequences)
     n = config.training.steps * config.training.global_batch_size
     sequences.check(None, n)
@@ -95,7 +94,7 @@ def print_mixture(config: Config, sequences: MixedSequences) -> None:
 
 
 def describe(config: Config, cache: TokenCache, split: Split) -> str:
-    """Return a line on a split: its documents, tokens and bytes; for training also the steps of an epoch and epochs."""
+    """Return a line with a split's documents, tokens and bytes; for training also the steps of an epoch and epochs."""
     shards, training = cache.index.shards, config.training
     documents, tokens = (sum(getattr(shard, f"{split}_{what}") for shard in shards) for what in ("documents", "tokens"))
     text_bytes = sum(shard.text_bytes for shard in shards)

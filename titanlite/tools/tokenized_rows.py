@@ -1,4 +1,4 @@
-"""The first rows of a run's data as readable text: which tokens are trained on, special tokens, limits of documents."""
+"""Show the first rows of a run's data as text: tokens trained on, special tokens, and limits of documents."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from titanlite.data.packing import Mixture, Sequence, Sequences
 
 TRAINED, SPECIAL, FRAME = "bold green", "cyan", "dim"
-"""Styles of rich."""
+"""Styles of rich for tokens that are trained on, special tokens, and headings."""
 OF_BYTES = {256: "BOS", 257: "EOS"}
 
 
 def show_rows(
     tokenizer: Tokenizer, sequences: Sequences | Mixture, training: Training, n: int, html: Path | None
 ) -> None:
-    """Print the first n rows that a run trains on, in its order. `html` also gets them, as a page."""
+    """Print the first n rows that a run trains on, in the run's order, and write them as a page to the file `html`."""
     console, attention = Console(highlight=False, soft_wrap=True), "crosses the limits of documents"
     attention = "stays within a document" if training.document_mask else attention
     marks = ("⟦trained on⟧", TRAINED), " not trained on ", ("«special token»", SPECIAL)
@@ -40,16 +40,15 @@ def show_rows(
         texts.append(row_text(tokenizer, sequence, training, place))
         console.print(texts[-1])
     if html:
-        from titanlite.tools.html_page import page, printed  # here: matplotlib takes a second to import
+        from titanlite.tools.html_page import page, printed  # imported here: matplotlib takes a second to import
 
         html.write_text(page("Rows of a run", "".join(printed(text, 110) for text in texts)), encoding="utf-8")
         print(f"wrote {html}")
 
 
 def row_text(tokenizer: Tokenizer, sequence: Sequence, training: Training, place: str) -> Text:
-    """Return the text of a row: each input token, and the last target, which is no input of this row. A token is
-    trained on if the batch has it as the target of the token before."""
-    from titanlite.data.loader import SequenceShard, collate, count  # here, since a worker needs no torch
+    """Return the text of a row: all input tokens, and the last target. Tokens that are targets are trained on."""
+    from titanlite.data.loader import SequenceShard, collate, count  # imported here: loader imports torch
     from titanlite.data.packing import PADDING
     from titanlite.loss import IGNORED
 
@@ -69,7 +68,6 @@ def row_text(tokenizer: Tokenizer, sequence: Sequence, training: Training, place
 
 
 def _document(tokenizer: Tokenizer, tokens: list[int], is_trained: list[bool]) -> Text:
-    """Return the text of a document, or of the part of it that a row has."""
     text, was_trained = Text(), False
     for trained, name, content in tokenizer.call(runs_of, tokens, is_trained):
         text.append("⟦" if trained > was_trained else "⟧" if trained < was_trained else "", TRAINED)
@@ -79,7 +77,7 @@ def _document(tokenizer: Tokenizer, tokens: list[int], is_trained: list[bool]) -
 
 
 def names_of_special_tokens(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
-    """Return the name of each special token, and of each token without a text; "" for a token of text."""
+    """Return a name for each special token and each token that has no text; "" for each token that has text."""
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return [OF_BYTES.get(token, f"token {token}") if token > 255 else "" for token in tokens]
     special = {n: each.content for n, each in tokenizer.tokenizer.get_added_tokens_decoder().items() if each.special}
@@ -88,9 +86,8 @@ def names_of_special_tokens(tokenizer: Tokenizer, tokens: list[int]) -> list[str
 
 
 def runs_of(tokenizer: Tokenizer, tokens: list[int], is_trained: list[bool]) -> list[tuple[bool, str, str]]:
-    """Return the runs of tokens that are alike, each with whether it is trained on, its name ("" for text) and what to
-    show of it. Each is decoded behind those before it, since some decoders drop the space that a text begins with,
-    unless a run ends within a character."""
+    """Return the runs of consecutive tokens of one kind: whether they are trained on, their name ("" for text) and the
+    text to show, decoded behind all earlier tokens, because some decoders drop a leading space."""
     before, runs, begin = "", [], 0
     keys = zip(is_trained, names_of_special_tokens(tokenizer, tokens), strict=True)
     for (trained, name), run in itertools.groupby(keys):

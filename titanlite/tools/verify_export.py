@@ -1,7 +1,7 @@
-"""Compares an exported folder, as transformers loads it, with the checkpoint that it is from, block by block.
+"""Compare an exported folder, as transformers loads it, with the checkpoint that it was exported from, block by block.
 
-Both compute in float64, from the weights in the folder's dtype. Where transformers names float32 whatever the dtype, as
-in norms, softmax and rotary embeddings, it computes in float64 here, so that only rounding differs.
+Both models compute in float64, from weights rounded to the folder's dtype. Norms, softmax and rotary embeddings of
+transformers always compute in float32; here InFloat64 makes them compute in float64, so that only rounding differs.
 """
 
 from collections.abc import Callable
@@ -22,13 +22,13 @@ from titanlite.model import Llama
 from titanlite.tools.generate.folder import ModelFolder, open_folder
 
 TOLERANCE = 1e-9
-"""Largest difference of equal activations, relative to the largest one."""
+"""Largest difference of activations that count as equal, relative to the largest activation."""
 N_SEQUENCES, LONGEST = 4, 64
-"""Random sequences that are compared, at least, and tokens of each at most."""
+"""N_SEQUENCES: least number of random sequences that are compared. LONGEST: most tokens of a sequence."""
 
 
 class InFloat64(TorchFunctionMode):
-    """Has torch's functions compute in float64 where they are asked for float32."""
+    """Has torch's functions compute in float64 if they are called for float32."""
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         def wide(value: Any) -> Any:
@@ -39,8 +39,8 @@ class InFloat64(TorchFunctionMode):
 
 
 def verify(checkpoint: Path, out: Path, ema: bool = False) -> bool:
-    """Compare a folder with the checkpoint's weights, or their average with `ema`, and how their tokenizers begin a
-    text. Print and return the result."""
+    """Compare the logits of a folder with the checkpoint's (with those of its averaged weights, if `ema`), and the
+    tokens with which both tokenizers begin a text. Print the result, and return whether all are equal."""
     own, exported = open_folder(checkpoint), open_folder(out)
     is_same = compare(own, exported, ema, read_json_object(out / "config.json").get("max_position_embeddings", LONGEST))
     path = own.value("model", "hf_assets_path")
@@ -55,11 +55,10 @@ def verify(checkpoint: Path, out: Path, ema: bool = False) -> bool:
 
 
 def compare(own: ModelFolder, exported: ModelFolder, ema: bool, max_seq_len: int) -> bool:
-    """Print whether transformers computes from a folder what titanlite computes from the checkpoint, and the first
-    block that drifts. Return whether it does. Raises ConfigError if transformers cannot load the folder."""
+    """Compare the logits and print the first block that drifts. Raises ConfigError if transformers fails to load."""
     options, out = own.options, exported.path
     length = options.learned_positions or min(max_seq_len, LONGEST)
-    n_sequences = max(N_SEQUENCES, options.moe.n_experts // 4)  # several tokens for each expert
+    n_sequences = max(N_SEQUENCES, options.moe.n_experts // 4)  # enough tokens to reach every expert
     tokens = torch.randint(options.vocab_size, (n_sequences, length), generator=torch.Generator().manual_seed(0))
     llama = load_llama(own, exported.dtype, length, ema)
     ours = recorded(llama.layers.values(), lambda: llama(tokens))
@@ -88,13 +87,13 @@ def compare(own: ModelFolder, exported: ModelFolder, ema: bool, max_seq_len: int
 
 
 def has_influence(weight: nn.Parameter) -> bool:
-    """Return whether the logits depend on a weight; on that of each expert, where experts are stacked."""
+    """Return whether the logits depend on a weight; if the weight stacks experts, on the weight of each expert."""
     gradient = torch.zeros(1) if weight.grad is None else weight.grad
     return bool(gradient.flatten(1).any(1).all() if gradient.dim() == EXPERT_DIMS else gradient.any())
 
 
 def load_llama(folder: ModelFolder, dtype: torch.dtype, length: int, ema: bool) -> Llama:
-    """Return the checkpoint's model in float64, its weights rounded to a dtype first, as the export rounds them."""
+    """Return the checkpoint's model in float64, with weights that are first rounded to `dtype`, as by the export."""
     llama = build_llama(folder.options, max_seq_len=length).to(torch.float64)
     llama.materialize(torch.device("cpu"))
     folder.load(llama)
@@ -105,12 +104,12 @@ def load_llama(folder: ModelFolder, dtype: torch.dtype, length: int, ema: bool) 
 
 
 def load_hf(folder: Path, *, has_experts: bool) -> Any:
-    """Return transformers' model of a folder in float64. Raises ConfigError if it lacks, or does not read, a tensor."""
+    """Return transformers' model of a folder in float64. Raises ConfigError if the two have different tensors."""
     from transformers import AutoModelForCausalLM
 
     try:
         choices = {"dtype": torch.float64, "attn_implementation": "eager", "output_loading_info": True}
-        choices |= {"experts_implementation": "eager"} if has_experts else {}  # grouped products have no float64
+        choices |= {"experts_implementation": "eager"} if has_experts else {}  # torch's grouped products lack float64
         model, info = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **choices)
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError([f"{folder}: transformers cannot load it: {' '.join(str(error).split())[:300]}"]) from None

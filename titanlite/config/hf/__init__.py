@@ -1,1 +1,1 @@
-"""Hugging Face's config.json, to options of [model] and back."""
+"""Conversion between Hugging Face's config.json and the options of [model]."""

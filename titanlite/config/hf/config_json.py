@@ -1,8 +1,7 @@
-"""Hugging Face's config.json to the options of [model], and back, for the model types in families.py.
+"""Conversion between Hugging Face's config.json and the options of [model], for the model types in families.py.
 
-A key that asks for what the model cannot do is rejected in one line, and so is a value of the wrong type, since anyone
-can write such a file. Missing keys have the defaults of transformers (verified with 5.23). The rotary embedding has
-two spellings of its options: rope_theta and rope_scaling, as in most files on the hub, and rope_parameters from 5.0 on.
+A config.json is untrusted: unsupported keys and values of a wrong type are rejected. Missing keys get transformers'
+defaults (5.23). Rotary options have two spellings: rope_theta and rope_scaling, or (transformers 5) rope_parameters.
 """
 
 import math
@@ -30,21 +29,21 @@ from titanlite.config.model_sizes import COMMON
 from titanlite.config.types import MOST_LAYERS
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-"""The file of all weights, or the index of several; a folder has one of the two."""
+"""Names of a folder's single file of weights, and of the index of several files; a folder has one of the two."""
 TOGETHER = (
     {"rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"},
     {"sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "num_hidden_layers"},
 )
-"""Sets of keys that depend on each other: if one has changed, all are written as for a model without such files."""
+"""Sets of keys that depend on each other: if one key of a set has changed, the export writes the full set anew."""
 NO_OPTION = ("max_position_embeddings", "num_nextn_predict_layers")
-"""Keys that no option of the model sets, so that the exported value is compared with that of the file."""
+"""Keys that no option of [model] sets, so that an exported value is compared with that of the released file."""
 WITH_EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe", "glm4_moe", "olmoe")
 """Model types with experts and without latent attention."""
 QUANTIZATION = "quantization_config"
 
 
 def options_from_hf(folder: Any) -> dict[str, Any]:
-    """Return the [model] values of model.flavor = "from_hf", from the value of model.hf_assets_path."""
+    """Return the [model] options of model.flavor = "from_hf"; `folder` is the value of model.hf_assets_path."""
     if not isinstance(folder, str) or not folder:
         problem = f"model.hf_assets_path = {show(folder)}: expected the folder of a config.json"
         raise ConfigError([f'{problem}; model.flavor = "from_hf" reads it'])
@@ -52,14 +51,13 @@ def options_from_hf(folder: Any) -> dict[str, Any]:
 
 
 def model_options(folder: Path) -> dict[str, Any]:
-    """Return the values of [model] that describe the model of a folder's config.json: all but flavor and
-    hf_assets_path. Raises ConfigError with a line for each key that is wrong or not supported."""
+    """Return a folder's config.json as options of [model]. Raises ConfigError with a line for each unusable key."""
     config, model_type = _config_and_type(folder)
     family, problems = FAMILIES[model_type], config.problems
     reject_others(config, model_type, "any")
     dim, n_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     n_layers = config.integer("num_hidden_layers", most=MOST_LAYERS)
-    # null means as many KV heads as query heads in every family
+    # In every family, num_key_value_heads = null means one KV head per query head; only a missing key has a default.
     n_kv_heads = n_heads if "num_key_value_heads" in config.values else family.n_kv_heads or n_heads
     options = {
         **COMMON,
@@ -92,10 +90,10 @@ def model_options(folder: Path) -> dict[str, Any]:
 
 
 def _config_and_type(folder: Path) -> tuple[JsonObject, str]:
-    """Return the values of a folder's config.json, and its model type. Raises ConfigError if that is not supported."""
+    """Return the values and the model type of a folder's config.json. Raises ConfigError for an unsupported type."""
     problems: list[str] = []
     config = JsonObject(f"{folder / 'config.json'}: ", read_json_object(folder / "config.json"), problems)
-    if config.values.get("model_type") == "kimi_k2":  # transformers lacks this name of a DeepSeek-V3
+    if config.values.get("model_type") == "kimi_k2":  # a DeepSeek-V3 by a name that transformers lacks
         config.values["model_type"] = "deepseek_v3"
     model_type = config.values.get("model_type")
     if isinstance(model_type, str) and model_type not in FAMILIES:
@@ -103,13 +101,12 @@ def _config_and_type(folder: Path) -> tuple[JsonObject, str]:
         config.reject("model_type", f"unsupported{has and ': it has '}{has}; supported: {supported}")
     else:
         config.choice("model_type", tuple(FAMILIES))
-    if problems:  # the meaning of the other keys depends on the type
+    if problems:  # without a model type, the meaning of the other keys is unknown
         raise ConfigError(problems)
     return JsonObject(config.where, config.values, problems, names=FAMILIES[model_type].names), model_type
 
 
 def _activation(config: JsonObject, model_type: str) -> str:
-    """Return the activation of the feed-forward layers."""
     known = FAMILIES[model_type].activations
     default = next(iter(known))
     if len(known) == 1:
@@ -119,7 +116,6 @@ def _activation(config: JsonObject, model_type: str) -> str:
 
 
 def _own_options(config: JsonObject, model_type: str, dim: int) -> dict[str, Any]:
-    """Return the options that only one model type has."""
     if model_type == "granite":
         scaling = config.number("logits_scaling", 1.0)
         return {
@@ -149,7 +145,6 @@ def _own_options(config: JsonObject, model_type: str, dim: int) -> dict[str, Any
 
 
 def _bias_options(config: JsonObject, model_type: str) -> dict[str, Any]:
-    """Return the options for biases, from the keys that transformers reads."""
     family = FAMILIES[model_type]
     has_biases = model_type == "starcoder2" and config.boolean("use_bias", True)
     own = "all" if has_biases else family.options.get("attention_bias", "none")
@@ -162,15 +157,9 @@ def _bias_options(config: JsonObject, model_type: str) -> dict[str, Any]:
 def hf_config(
     model: Section, *, max_seq_len: int, torch_dtype: str, bos: int | None, eos: int | None
 ) -> dict[str, Any]:
-    """Return the contents of a config.json with which transformers computes what the model does. Raises ConfigError if
-    transformers has no family with this combination of options.
-
-    Args:
-        model: the section [model] of a config.
-        max_seq_len: tokens of the longest sequence that the model was trained on.
-        torch_dtype: data type of the saved weights, as in "bfloat16".
-        bos, eos: ids of the tokens that begin and end a text; None: the tokenizer has none.
-    """
+    """Return a config.json with which transformers computes what `model`, a section [model], does. `max_seq_len` is in
+    tokens, `torch_dtype` the saved weights' data type, as in "bfloat16"; `bos` and `eos` are token ids, None if there
+    are none. Raises ConfigError if no model type of transformers supports these options."""
     model_type = _model_type(model)
     family = FAMILIES[model_type]
     config: dict[str, Any] = {
@@ -216,8 +205,7 @@ def _rotary_keys(model: Section, model_type: str) -> dict[str, Any]:
 
 
 def _own_keys(model: Section, model_type: str) -> dict[str, Any]:
-    """Return the keys that only one model type has, and the key of the padding token where its default is a token: the
-    embedding of the padding token would not be trained."""
+    """Return the keys that only this model type has; pad_token_id is null, since padding is not trained."""
     if model_type == "granite":
         scale = model.attention_scale
         return {
@@ -238,7 +226,6 @@ def _own_keys(model: Section, model_type: str) -> dict[str, Any]:
 
 
 def folder_rules(model: Section, reject: Rejections) -> None:
-    """Reject checkpoint.last_save_in_hf if transformers has no family with the model's options."""
     try:
         hf_config(model, max_seq_len=1, torch_dtype="float32", bos=None, eos=None)
     except ConfigError as error:
@@ -247,7 +234,7 @@ def folder_rules(model: Section, reject: Rejections) -> None:
 
 
 def _model_type(model: Section) -> str:
-    """Return the model type of transformers that has the model's options. Raises ConfigError if none has."""
+    """Return the transformers model type that supports the model's options. Raises ConfigError if there is none."""
     if model.mla.kv_lora_rank:
         return "deepseek_v2" if model.moe.n_experts and model.moe.score_function == "softmax" else "deepseek_v3"
     fits = _types_that_fit(model)
@@ -272,7 +259,7 @@ def _model_type(model: Section) -> str:
 
 
 def _types_that_fit(model: Section) -> dict[str, bool]:
-    """Return which model types have the model's options: types with experts if it has some, otherwise the others."""
+    """Return which model types fit a model's options: types with experts for a model with experts, otherwise others."""
     dense = [name for name, family in FAMILIES.items() if not family.experts]
     fits = {
         name: FAMILIES[name].allows(model) and layers_fit(model, name)

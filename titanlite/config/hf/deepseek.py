@@ -1,9 +1,5 @@
-"""The keys of DeepSeek-V2's and -V3's config.json (config_json.py), to options of the model and back: latent attention,
-experts and the two factors of YaRN. Moonlight and Kimi K2 are DeepSeek-V3s.
-
-Keys that only concern training (aux_loss_alpha, seq_aux, ep_size) are not read. Missing ones have transformers'
-defaults.
-"""
+"""Conversion of the keys that only DeepSeek-V2's and -V3's config.json have: latent attention, experts, YaRN's factors.
+Keys of training (aux_loss_alpha, seq_aux, ep_size) are not read."""
 
 import math
 from typing import Any
@@ -13,13 +9,12 @@ from titanlite.config.hf.values import JsonObject
 from titanlite.config.loader import ConfigError, Section, show, value_of
 
 NORM_EPS = 1e-6
-"""Epsilon of the norms of latents, whatever the config.json says of the other norms."""
+"""Epsilon that transformers has in the norms of latents, whatever rms_norm_eps is."""
 WIDTHS = DEFAULTS["latents"]
 
 
 def deepseek_options(config: JsonObject, n_heads: int, n_layers: int, mscale_all_dim: float) -> dict[str, Any]:
-    """Return the [model] values that only this family has. `config` has the values of config.json by type, as
-    config_json.py reads them, and collects the problems."""
+    """Return the [model] options that only DeepSeek models have. `config` also collects the problems."""
     model_type = config.values["model_type"]
     is_v2 = model_type == "deepseek_v2"
     reject_others(config, model_type, "deepseek")
@@ -46,9 +41,9 @@ def deepseek_options(config: JsonObject, n_heads: int, n_layers: int, mscale_all
 
 
 def _experts_of_v2(config: JsonObject, n_dense: int) -> dict[str, Any]:
-    """Return the section [model.moe] of a DeepSeek-V2: groups of experts, if any, are ranked by their best score."""
+    """Return the section [model.moe] of a DeepSeek-V2, in which an expert group's best score ranks the group."""
     method = config.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy")
-    no_groups = {"n_group": 1, "topk_group": 1} if method == "greedy" else {}  # "greedy" does not read them
+    no_groups = {"n_group": 1, "topk_group": 1} if method == "greedy" else {}  # "greedy" ignores both keys
     config.values.update(no_groups)
     moe = expert_options(config, n_dense, smallest=1)
     limited = moe["n_groups_per_token"] < moe["n_groups"]
@@ -57,7 +52,7 @@ def _experts_of_v2(config: JsonObject, n_dense: int) -> dict[str, Any]:
 
 
 def expert_options(config: JsonObject, n_dense: int, smallest: int = 2) -> dict[str, Any]:
-    """Return [model.moe] of a model with n_dense dense layers first, and `smallest` experts or more in a group."""
+    """Return [model.moe] of a model whose first n_dense layers are dense; groups have at least `smallest` experts."""
     defaults = DEFAULTS[config.values["model_type"]]
 
     def integer(key: str) -> int:
@@ -91,13 +86,8 @@ def expert_options(config: JsonObject, n_dense: int, smallest: int = 2) -> dict[
 
 
 def yarn_factors(rope: JsonObject, scaling: float, attention_factor: float) -> dict[str, float]:
-    """Return the factor on cosines and sines, and mscale_all_dim, from the options of YaRN. A file that transformers
-    and DeepSeek's own code read differently is rejected.
-
-    Args:
-        scaling: the factor of wavelengths.
-        attention_factor: -1 if the file has none.
-    """
+    """Return rope_attention_factor and mscale_all_dim from YaRN's keys, whose attention_factor is -1 if absent. Keys
+    that transformers and DeepSeek's own code read differently are rejected."""
     if scaling == 1:
         return {}
     absent = [key for key in ("mscale", "mscale_all_dim") if rope.values.get(key) in (None, 0)]
@@ -118,8 +108,7 @@ def yarn_magnitude(mscale: float, scaling: float) -> float:
 
 
 def deepseek_keys(model: Section, model_type: str) -> dict[str, Any]:
-    """Return the keys of config.json that only this family has. Raises ConfigError with a line for each option that
-    config.json cannot express."""
+    """Return DeepSeek's own config.json keys. Raises ConfigError for an option that config.json cannot express."""
     _check(model, model_type)
     mla, moe = model.mla, model.moe
     keys = {
@@ -135,7 +124,6 @@ def deepseek_keys(model: Section, model_type: str) -> dict[str, Any]:
 
 
 def expert_keys(model: Section) -> dict[str, Any]:
-    """Return the keys of experts."""
     moe = model.moe
     of_v2 = "greedy" if moe.n_groups_per_token == moe.n_groups else "group_limited_greedy"
     return {
@@ -155,7 +143,7 @@ def expert_keys(model: Section) -> dict[str, Any]:
 
 
 def _check(model: Section, model_type: str) -> None:
-    eps = "norm_eps" if model.mla.norm_eps == -1 else "mla.norm_eps"  # the option of the latents' norms
+    eps = "norm_eps" if model.mla.norm_eps == -1 else "mla.norm_eps"  # the option for the epsilon of latents' norms
     expected: dict[str, Any] = {
         **{eps: NORM_EPS, "n_kv_heads": model.n_heads, "attention_bias": "none", "mlp_bias": False},
         **{"qk_norm": False, "sliding_window": 0},

@@ -1,4 +1,4 @@
-"""The keys of experts in a config.json, to the section [model.moe] and back; DeepSeek's are in deepseek.py."""
+"""Conversion between a config.json's keys of experts and the section [model.moe]; deepseek.py has DeepSeek's keys."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ from titanlite.config.hf.values import JsonObject
 from titanlite.config.loader import Section, show
 
 SWIGLU = {"limit": 7.0, "alpha": 1.702}
-"""The defaults of gpt-oss."""
+"""Default values of swiglu_limit and swiglu_alpha in gpt-oss."""
 
 
 def expert_options(config: JsonObject, model_type: str) -> dict[str, Any]:
-    """Return the section [model.moe] of a type with experts."""
+    """Return the section [model.moe] for a model type with experts."""
     if model_type == "glm4_moe":
         return deepseek.expert_options(config, config.integer("first_k_dense_replace", 1, least=0))
     own, both = FAMILIES[model_type].experts, ("num_experts", "num_local_experts")
@@ -52,7 +52,7 @@ def _first_dense_layers(config: JsonObject) -> int:
 
 
 def hf_experts(model: Section, model_type: str) -> dict[str, Any]:
-    """Return the keys of a type with experts."""
+    """Return the config.json keys of experts for a model type with experts."""
     moe = model.moe
     if model_type == "glm4_moe":
         return deepseek.expert_keys(model) | {"use_qk_norm": model.qk_norm}
@@ -63,7 +63,7 @@ def hf_experts(model: Section, model_type: str) -> dict[str, Any]:
         bounds = {f"swiglu_{key}": getattr(moe, f"swiglu_{key}") for key in SWIGLU}
         return {**config, **bounds, "intermediate_size": model.expert_dim}
     config["norm_topk_prob"] = moe.normalize_scores
-    if model_type == "olmoe":  # the default pads with token 1, whose embedding would not be trained
+    if model_type == "olmoe":  # transformers pads with token 1 by default, and does not train it
         return {**config, "intermediate_size": model.expert_dim, "clip_qkv": None, "pad_token_id": None}
     dense = list(range(min(moe.n_first_dense_layers, model.n_layers)))
     layers = {"mlp_only_layers": dense, "decoder_sparse_step": moe.every_n_layers}

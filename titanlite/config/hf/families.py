@@ -1,4 +1,4 @@
-"""The model types of transformers that can be read and written, and how each differs from Llama, from families.toml."""
+"""The transformers model types that can be read and written, and how each differs from Llama (families.toml)."""
 
 import dataclasses
 import math
@@ -11,53 +11,53 @@ from titanlite.config.loader import Section, read_toml
 
 _TABLES = read_toml(str(Path(__file__).with_name("families.toml")))
 PLAIN: dict[str, Any] = _TABLES["plain"]
-"""Values of the options in which types differ, for a model that does not set them."""
+"""Default values of the options in which model types differ."""
 DEFAULTS: dict[str, dict[str, Any]] = _TABLES["defaults"]
 """Defaults of the keys of latent attention and, by model type, of DeepSeek's keys of experts."""
 OLD = ("qk_norm", "attention_bias", "mlp_bias", "sliding_window")
-"""The options of these in which types with experts differ."""
+"""Options that the error message about unsupported models always shows."""
 AMBIGUOUS = ("phi3", "glm", "ministral", "ministral3", "olmo2", "olmo3", "smollm3", "granite", "starcoder2", "gpt2")
-"""Types whose options another type may have, too: model.hf_model_type tells them apart."""
+"""Model types whose options another type may have, too: model.hf_model_type distinguishes such types."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A model type of transformers: its class, its options, and its defaults of some keys. A default that is None means
-    num_attention_heads for num_key_value_heads, and hidden_size / num_attention_heads for head_dim."""
+    """A transformers model type: class, options, and defaults of missing keys. n_kv_heads = None means n_heads, and
+    head_dim = None means hidden_size / num_attention_heads."""
 
     architecture: str
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Options of all its models that differ from PLAIN."""
+    """Options whose value in all models of this type differs from PLAIN."""
     free: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Options in which its models differ, with the further values that they may have; "any": every value."""
+    """Options that vary between models of this type, with their additional values; "any": every value."""
     n_kv_heads: int | None = None
     head_dim: int | None = None
     norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     tied: bool = False
     experts: str = ""
-    """Key of the number of experts; empty: the type has none."""
+    """Key of the number of experts in config.json; empty: models of this type have no experts."""
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """The type's own names of keys."""
+    """The type's own names of config.json keys, by Llama's name of the key."""
     activations: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"silu": "silu"})
-    """Values of hidden_act, of which the first is the default, and the value of model.activation for each."""
+    """model.activation for each value of hidden_act; the first value is the type's default."""
     bias: str = ""
-    """model.attention_bias if the key attention_bias is true; empty: the type does not read it."""
+    """model.attention_bias if the key attention_bias is true; empty: the type does not read the key."""
     has_bias: bool = False
     """Default of the key attention_bias."""
     has_mlp_bias: bool = False
-    """Whether the type reads mlp_bias."""
+    """Whether the type reads the key mlp_bias."""
     window: int | None = None
-    """Default of sliding_window, 0: none; None: the type does not read it."""
+    """Default of the key sliding_window, 0 for no window; None: the type does not read the key."""
     kinds: str = ""
-    """What layers may differ in: "windows", "rope" (windows, and layers with one do not scale RoPE) or "no_rope"."""
+    """How layers may differ: "windows"; "rope": windows, and only layers without one scale RoPE; "no_rope": no RoPE."""
     rotated: float | None = None
     """Default of partial_rotary_factor; None: all channels are rotated."""
     fits: Callable[[Section], bool] = lambda _: True
-    """Whether the options of a model also fit together."""
+    """Function of [model] that returns whether this type supports a combination of options."""
 
     def allows(self, model: Section) -> bool:
-        """Return whether a model of this type can have the options of a model, layers apart."""
+        """Return whether this type supports a model's options, apart from differences between layers."""
         for key, value in {**PLAIN, **self.options}.items():
             actual, further = getattr(model, key), self.free.get(key, ())
             if not (actual == value or further == "any" or actual in further):
@@ -66,7 +66,6 @@ class Family:
 
 
 def is_long(model: Section) -> bool:
-    """Return whether the rotary embedding is scaled as by LongRoPE."""
     return model.rope_scaling_factor > 1 and model.rope_scaling_type == "longrope"
 
 
@@ -89,13 +88,12 @@ def _has_integer_divisor(model: Section) -> bool:
 
 
 def _own_of_gpt_oss(model: Section) -> set[bool]:
-    """Return whether experts have the features that only gpt-oss has: {True}: all of them; {False}: none."""
+    """Return {True} if experts have all features that only gpt-oss has, {False} if none, and both values if some."""
     return {model.moe.expert_bias, model.moe.router_bias, model.moe.swiglu_limit > 0}
 
 
 def _routes(model: Section, own: bool = False, in_every_layer: bool = True, normalizes: bool = True) -> bool:
-    """Return whether tokens are routed to experts by a softmax over all of them, as other types than DeepSeek's and
-    GLM-4.5 do, in every layer and with scores divided by their sum, if that is asked."""
+    """Return whether routing is a softmax over all experts; if asked, in every layer, with scores that sum to 1."""
     moe = model.moe
     plain = moe.score_function == "softmax" and moe.score_scaling == 1 and not moe.n_shared_experts
     plain = plain and moe.n_groups_per_token == moe.n_groups and (moe.normalize_scores or not normalizes)
@@ -104,7 +102,7 @@ def _routes(model: Section, own: bool = False, in_every_layer: bool = True, norm
 
 
 def _routes_as_glm(model: Section) -> bool:
-    """Return whether a model has scores of each expert by itself, biases that balance experts, and shared experts."""
+    """Return whether experts have sigmoid scores, balance biases and shared experts, as in GLM-4.5."""
     moe = model.moe
     is_routed = moe.score_function == "sigmoid" and moe.every_n_layers == 1 and moe.n_shared_experts > 0
     fits_groups = moe.n_experts >= 2 * moe.n_groups and moe.group_score == "top_2_sum"
@@ -112,12 +110,12 @@ def _routes_as_glm(model: Section) -> bool:
 
 
 FITS: dict[str, Callable[[Section], bool]] = {
-    "llama": lambda model: model.dim % model.n_heads == 0,  # transformers requires it of Llama, not of Mistral
+    "llama": lambda model: model.dim % model.n_heads == 0,  # transformers requires it for Llama, not for Mistral
     "mixtral": _routes,
     "qwen3_moe": lambda model: _routes(model, in_every_layer=False, normalizes=False),
     "olmoe": lambda model: _routes(model, normalizes=False) and _heads_are_as_wide(model),
     "phi3": lambda model: model.hf_model_type == "phi3" or is_long(model),
-    "glm": lambda model: model.hf_model_type == "glm",  # options do not imply the names of its tensors
+    "glm": lambda model: model.hf_model_type == "glm",  # the options do not imply GLM's names of tensors
     "glm4_moe": _routes_as_glm,
     "starcoder2": lambda model: (model.attention_bias == "all") == model.mlp_bias,
     "gpt2": lambda model: _heads_are_as_wide(model) and model.n_kv_heads == model.n_heads,
@@ -125,21 +123,20 @@ FITS: dict[str, Callable[[Section], bool]] = {
     "gemma": _embeds_as_gemma,
     "gemma3_text": lambda model: _embeds_as_gemma(model) and _has_integer_divisor(model),
 }
-"""Whether the options of a model also fit together, by the types that ask for more than `free` says."""
+"""Family.fits of the model types that support only some combinations of options."""
 FAMILIES = {name: Family(**row, fits=FITS.get(name, lambda _: True)) for name, row in _TABLES["families"].items()}
-"""Families by model_type."""
+"""The model types by model_type in config.json."""
 
 
 def reject_others(config: JsonObject, model_type: str, table: str) -> None:
-    """Reject the values that no model can have of the keys in a table of `only`: "any", or "deepseek"."""
+    """Reject unsupported values of the keys in a table of `only` in families.toml: "any" or "deepseek"."""
     for row in _TABLES["only"][table]:
         if model_type in row.get("types", [model_type]) and model_type not in row.get("except", ()):
             config.only(row["key"], row.get("value"), row["reason"])
 
 
 def unsupported_features(values: dict[str, Any]) -> list[str]:
-    """Return the features of a config.json of an unsupported type, each with its key, but not the value: it is never
-    shown."""
+    """Return the features of a config.json of an unsupported type, each with its key, but never with the value."""
     rope = values.get("rope_parameters")
     values = {**rope, **values} if isinstance(rope, dict) else values
     keys = {
@@ -150,7 +147,6 @@ def unsupported_features(values: dict[str, Any]) -> list[str]:
 
 
 def _has(value: Any) -> bool:
-    """Return whether the value of a key says that a model has the feature."""
     if isinstance(value, list):
         return any(each != value[0] for each in value)
     neutral = (None, False, 0, 1, "silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast")

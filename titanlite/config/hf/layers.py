@@ -1,7 +1,5 @@
-"""The keys of a config.json for layers that differ in window or rotary embedding, to options of the model and back.
-
-transformers has a value per layer (layer_types, no_rope_layers), or the number of layers after which a pattern repeats.
-"""
+"""Conversion of the keys for layers that differ in sliding window or rotary embedding. transformers has a value per
+layer (layer_types, no_rope_layers), or the number of layers after which a pattern repeats."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -18,7 +16,7 @@ QWEN = ("qwen2", "qwen3", "qwen3_moe")
 
 
 def layer_options(config: JsonObject, model_type: str, n_layers: int) -> dict[str, Any]:
-    """Return the options of the window, the rotary embedding and the pattern of layers."""
+    """Return the [model] options for sliding window, rotary embedding and layer pattern."""
     family, window = FAMILIES[model_type], _window(config, model_type)
     rope, local = _rope(config, model_type)
     windowed = _windowed(config, model_type, window, n_layers)
@@ -46,7 +44,7 @@ def pattern_of(kinds: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _window(config: JsonObject, model_type: str) -> int:
-    """Return the sliding window of the layers that have one; 0: none."""
+    """Return the sliding window, in tokens, of the layers that have a window; 0: no layer has one."""
     family = FAMILIES[model_type]
     if family.window is None:
         return 0
@@ -59,7 +57,6 @@ def _window(config: JsonObject, model_type: str) -> int:
 
 
 def _windowed(config: JsonObject, model_type: str, window: int, n_layers: int) -> list[bool]:
-    """Return which layers have the window."""
     types = config.values.get("layer_types")
     if types is None:
         return [window > 0 and each for each in _default_windowed(config, model_type, n_layers)]
@@ -83,7 +80,6 @@ def _default_windowed(config: JsonObject, model_type: str, n_layers: int) -> lis
 
 
 def _rotated(config: JsonObject, n_layers: int) -> list[bool]:
-    """Return which layers of SmolLM3 have a rotary embedding."""
     layers, interval = config.values.get("no_rope_layers"), config.integer("no_rope_layer_interval", 4)
     if layers is None:
         return [(layer + 1) % interval != 0 for layer in range(n_layers)]
@@ -119,7 +115,7 @@ def _rope(config: JsonObject, model_type: str) -> tuple[dict[str, Any], dict[str
 
 
 def layers_fit(model: Section, model_type: str) -> bool:
-    """Return whether a model type can have layers that differ as the model's layers do."""
+    """Return whether a model type supports the differences between the model's layers."""
     kinds, layers = FAMILIES[model_type].kinds, model.of_layers()
     windows = {layer.sliding_window for layer in layers} - {0}
     if len(windows) > 1 or not all(each.experts for each in model.layer_pattern):
@@ -136,7 +132,7 @@ def _rope_of(layer: Section) -> tuple[float, float, float]:
 
 
 def hf_layers(model: Section, model_type: str) -> dict[str, Any]:
-    """Return the keys of the window, and of the differences between layers."""
+    """Return the config.json keys of the sliding window and of differences between layers."""
     family, layers = FAMILIES[model_type], model.of_layers()
     window = max(layer.sliding_window for layer in layers)
     if family.window is None:
@@ -153,6 +149,6 @@ def hf_layers(model: Section, model_type: str) -> dict[str, Any]:
 
 
 def rope_of_kinds(model: Section) -> tuple[Section, Section]:
-    """Return the options of the layers without and with a window; the model's options for a kind that it lacks."""
+    """Return the options of a layer without and of one with a window; the model's options if there is no such layer."""
     kinds = {bool(layer.sliding_window): layer for layer in model.of_layers()}
     return kinds.get(False, model), kinds.get(True, model)

@@ -1,4 +1,4 @@
-"""The options of the rotary embedding in a config.json, in both spellings, and back."""
+"""Conversion of a config.json's rotary options, in both spellings: rope_scaling and rope_parameters."""
 
 from collections.abc import Callable, Set
 from typing import Any, NamedTuple
@@ -9,12 +9,11 @@ from titanlite.config.loader import Section, show
 
 ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
 LONGROPE = {"su": "longrope", "yarn": "longrope"}
-"""The names of LongRoPE in early files of Phi-3."""
+"""Other names of LongRoPE in early config.json files of Phi-3."""
 
 
 def rope_options(config: JsonObject, theta: float, rotated: float | None) -> dict[str, Any]:
-    """Return the options of the rotary embedding, in either spelling; where a file has both, they must agree. `rotated`
-    is the model type's default of the share of a head's channels that are rotated; None: always all."""
+    """Return rotary options from rope_scaling or rope_parameters. `rotated`: default share of rotated channels."""
     spellings = [key for key in ("rope_scaling", "rope_parameters") if config.values.get(key) not in (None, {})]
     first, *second = spellings or ["rope_scaling"]
     options = rope_at(config, first, theta, rotated)
@@ -24,7 +23,7 @@ def rope_options(config: JsonObject, theta: float, rotated: float | None) -> dic
 
 
 def rope_at(config: JsonObject, key: str, theta: float, rotated: float | None = None) -> dict[str, Any]:
-    """Return the options in the object at a key of config.json, or of an object in it."""
+    """Return the rotary options in the object at `key` of config.json, or of a nested object."""
     rope, model_type = config.object(key), config.values.get("model_type", "")
     options: dict[str, Any] = {"rope_theta": rope.number("rope_theta", config.number("rope_theta", theta))}
     options |= _share(config, rope, rotated)
@@ -33,7 +32,7 @@ def rope_at(config: JsonObject, key: str, theta: float, rotated: float | None = 
         rope.values[name] = LONGROPE.get(rope.values.get(name), rope.values.get(name))
     kinds = [each for each in SCALINGS if each != "longrope" or model_type == "phi3"]
     kind = rope.choice(name, tuple(kinds), "default")
-    if name in rope.rejected:  # the other keys depend on the type
+    if name in rope.rejected:  # without a type, it is unknown which other keys are valid
         return options
     known = ROPE_KEYS | SCALINGS[kind].keys
     if kind == "yarn" and model_type in MSCALES:
@@ -49,7 +48,6 @@ def rope_at(config: JsonObject, key: str, theta: float, rotated: float | None = 
 
 
 def _share(config: JsonObject, rope: JsonObject, rotated: float | None) -> dict[str, float]:
-    """Return the option of the share of a head's channels that are rotated, if the model type has it."""
     key = "partial_rotary_factor"
     if rotated is None:
         for holder in (rope, config):
@@ -84,7 +82,7 @@ def _yarn(config: JsonObject, rope: JsonObject) -> dict[str, Any]:
 
 
 def _longrope(config: JsonObject, rope: JsonObject) -> dict[str, Any]:
-    """Return the options of LongRoPE. Its factor is the quotient of the lengths, unless the file has one."""
+    """Return the options of LongRoPE, whose factor is by default max_position_embeddings / the original length."""
     key = "original_max_position_embeddings"
     original = (rope if rope.values.get(key) is not None else config).integer(key, 4096, least=2)
     factor = rope.number("factor", max(config.integer("max_position_embeddings", 4096) / original, 1.0), least=1.0)
@@ -101,14 +99,14 @@ def _longrope(config: JsonObject, rope: JsonObject) -> dict[str, Any]:
 
 
 def _original_length(config: JsonObject, rope: JsonObject) -> int:
-    """Return the length before scaling. As transformers does, prefer the key outside the object to the key in it."""
+    """Return the sequence length before scaling. transformers prefers a key in config.json to the key in `rope`."""
     key = "original_max_position_embeddings"
     holders = [each for each in (config, rope) if each.values.get(key) is not None]
     return holders[0].integer(key) if holders else config.integer("max_position_embeddings")
 
 
 class Scaling(NamedTuple):
-    """A type of the rotary embedding: its own keys, and the function that reads them."""
+    """A type of RoPE scaling: the keys that only it has, and the function that reads them."""
 
     keys: Set[str] = frozenset()
     read: Callable[[JsonObject, JsonObject], dict[str, Any]] = lambda config, rope: {}
@@ -131,11 +129,11 @@ def _mscale_of_ministral(rope: JsonObject, scaling: float, attention_factor: flo
 
 
 MSCALES = {"deepseek_v2": yarn_factors, "deepseek_v3": yarn_factors, "ministral3": _mscale_of_ministral}
-"""The functions that read YaRN's factors mscale and mscale_all_dim, by the model types that have these."""
+"""Functions that read YaRN's factors mscale and mscale_all_dim, by the model types that have these factors."""
 
 
 def hf_rope(model: Section, model_type: str = "") -> dict[str, Any]:
-    """Return the options of the rotary embedding in both spellings."""
+    """Return the config.json keys of the rotary embedding, in both spellings."""
     kind, scaling, own = model.rope_scaling_type, None, {}
     if model.partial_rotary_factor != 1:
         own["partial_rotary_factor"] = model.partial_rotary_factor
@@ -167,8 +165,7 @@ def hf_rope(model: Section, model_type: str = "") -> dict[str, Any]:
 
 
 def hf_rope_of_kinds(full: Section, local: Section) -> dict[str, Any]:
-    """Return the options of both rotary embeddings, in both spellings, of a model whose layers without (`full`) and
-    with a window (`local`) differ in it."""
+    """Return the config.json keys of the rotary embeddings of layers without (`full`) and with a window (`local`)."""
     keys = hf_rope(full)
     sliding = {"rope_theta": local.rope_theta, "rope_type": "default"}
     keys["rope_parameters"] = {"full_attention": keys["rope_parameters"], "sliding_attention": sliding}

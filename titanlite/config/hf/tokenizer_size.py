@@ -7,11 +7,11 @@ from typing import Any
 from titanlite.config.regular_file import read_file
 
 LARGEST_FILE, MOST_IDS = 2**26, 2**20
-"""Bytes of a tokenizer.json and ids of a tokenizer, at most; published ones have at most half as many."""
+"""Most bytes of a tokenizer.json, and most ids of a tokenizer; published tokenizers have at most half as many."""
 
 
 def n_token_ids(path: Any) -> int:
-    """Return 1 + the largest id in a tokenizer.json, or in a folder's; 0 if it cannot be read, an error later."""
+    """Return 1 + the largest id in a tokenizer.json or in its folder; 0 if unreadable, which is reported later."""
     try:
         file = Path(path).expanduser()
         content = json.loads(read_file(file / "tokenizer.json" if file.is_dir() else file, LARGEST_FILE))

@@ -12,11 +12,11 @@ from titanlite.config.loader import ConfigError, show
 from titanlite.config.regular_file import read_file
 
 LARGEST_FILE, LARGEST = 2**20, 2**31 - 1
-"""Bytes of a config.json, and the largest integer in one."""
+"""Most bytes of a config.json, and the largest integer in one."""
 
 
 def read_json_object(file: Path, content: bytes | None = None) -> dict[str, Any]:
-    """Return the object in a JSON file, or in `content`. Raises ConfigError if it is too large, or is no object."""
+    """Return the JSON object in a file, or in `content`. Raises ConfigError if unreadable, too large or no object."""
     try:
         text = (read_file(file, LARGEST_FILE) if content is None else content).decode("utf-8-sig")
         value = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_key_twice)
@@ -34,14 +34,14 @@ def read_json_object(file: Path, content: bytes | None = None) -> dict[str, Any]
 
 
 def how_to_download(folder: Path) -> str:
-    """Return how to download a model, if `folder` is a name on the hub and no folder."""
+    """Return advice on downloading a model if `folder` is no folder but a name on the hub, else ""."""
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", f"{folder}") or folder.parent.exists():
         return ""
     return f"; if it is a model of the hub: hf download {folder} --local-dir assets/{folder.name}, and name that folder"
 
 
 def token_ids(values: dict[str, Any], key: str, file: Path) -> list[int]:
-    """Return the token ids that a key of config.json or generation_config.json has: one, several, or none (null)."""
+    """Return the token ids at a key of config.json or generation_config.json: one id, a list, or null for none."""
     ids = values.get(key)
     ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
     if any(type(each) is not int for each in ids):
@@ -60,16 +60,13 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as it is written, if it is short."""
     text = "an object" if isinstance(value, dict) else "a list" if isinstance(value, list) else show(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 class JsonObject:
-    """The values of a JSON object, by type. Each wrong value adds a line to `problems`, and a valid value replaces it.
-
-    `names` has the file's names of the keys that have other names here.
-    """
+    """Typed access to the values of a JSON object. Each wrong value adds a line to `problems`, and a valid value
+    replaces it. `names` maps keys to their names in the file, where these differ."""
 
     def __init__(
         self,
@@ -85,7 +82,7 @@ class JsonObject:
         self.rejected = set() if rejected is None else rejected
 
     def reject(self, key: str, message: str, *reads: str) -> None:
-        """Add a line for a key, unless a key in `reads` has one already: a default stands in for the rejected value."""
+        """Add a problem of a key, unless a key in `reads` was rejected: its value is then a default, not the file's."""
         if not self.rejected.isdisjoint(reads):
             return
         self.rejected.add(key)
@@ -93,13 +90,13 @@ class JsonObject:
         self.problems.append(f"{self.where}{_shown(self.names.get(key, key))[1:-1]}{value}: {message}")
 
     def only(self, key: str, value: Any, reason: str, *reads: str) -> None:
-        """Reject every other value of a key. 1 equals 1.0, but not true. For `reads` see `reject`."""
+        """Reject every other value of a key than `value`. 1 equals 1.0, but not true. For `reads` see `reject`."""
         actual = self.values.get(key)
         if actual is not None and (actual != value or isinstance(actual, bool) != isinstance(value, bool)):
             self.reject(key, f"expected {show(value)}; {reason}", *reads)
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1, most: int = LARGEST) -> int:
-        """Return an integer, or the default where it is missing or null. Without a default, the key is required."""
+        """Return the integer at a key, or the default if it is missing or null; without a default, it is required."""
         value = self.values.get(key)
         if value is None and default is not None:
             return default
@@ -109,7 +106,7 @@ class JsonObject:
         return least
 
     def number(self, key: str, default: float | None = None, *, least: float = 0.0) -> float:
-        """Return a finite number above 0 and not below `least`; for the default see `integer`."""
+        """Return the finite number at a key, above 0 and at least `least`; for the default see `integer`."""
         value = self.values.get(key)
         if value is None and default is not None:
             return default
@@ -119,7 +116,7 @@ class JsonObject:
         return 1.0
 
     def numbers(self, key: str) -> list[float]:
-        """Return a list of finite numbers above 0."""
+        """Return the list of finite numbers above 0 at a key."""
         values = self.values.get(key)
         values = values if isinstance(values, list) else [None]
         if all(type(each) in (int, float) and 0 < each <= sys.float_info.max for each in values):
@@ -134,7 +131,7 @@ class JsonObject:
         return value if isinstance(value, bool) else default
 
     def choice(self, key: str, choices: tuple[str, ...], default: str | None = None) -> str:
-        """Return one of some strings; for the default see `integer`."""
+        """Return the string at a key, which is one of `choices`; for the default see `integer`."""
         value = self.values.get(key)
         if value is None and default is not None:
             return default
@@ -144,7 +141,7 @@ class JsonObject:
         return choices[0]
 
     def object(self, key: str) -> "JsonObject":
-        """Return the object at a key; an empty one where it is missing or null."""
+        """Return the object at a key; an empty object if the key is missing or null."""
         value = self.values.get(key)
         if not (value is None or isinstance(value, dict)):
             self.reject(key, "expected an object")

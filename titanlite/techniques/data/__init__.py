@@ -1,1 +1,1 @@
-"""Techniques of the data: streaming, mixtures, best-fit packing, chat templates."""
+"""Techniques for training data: streaming, mixtures, best-fit packing, chat templates."""

@@ -1,12 +1,11 @@
-"""Best-fit packing (arXiv:2404.10830): documents stay whole, and are put together so that few tokens are padding.
+"""Best-fit packing (arXiv:2404.10830): documents stay whole, and share sequences so that few tokens are padding.
 
 Each shard of the token cache is packed by itself: the longest document first, each into the fullest sequence that still
-has room for it. The result is a packing table, a file that depends on the documents' lengths and the sequence length
-alone. So any rank finds sequence i at once, and the order is the same for any number of ranks.
+has room for the document. A packing table stores the documents of each sequence, and depends only on lengths.
 
     <token cache>/best_fit-train-2048-split/packing.json    how many sequences each shard has
-    <token cache>/best_fit-train-2048-split/00000.table     int64: where the documents of each sequence begin in the
-                                                            rest of the table: (first token, tokens) of each
+    <token cache>/best_fit-train-2048-split/00000.table     int64: the index of each sequence's first document,
+                                                            then (first token, number of tokens) of each document
 """
 
 import bisect
@@ -39,18 +38,17 @@ LongDocuments = Literal["split", "drop", "truncate", "reject"]
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the bin of each item, int64. All bins have one capacity. The longest items come first, each into the
-    fullest bin that still has room for it.
+    """Return the bin of each item, int64. Every bin has the same capacity. The longest items are placed first, each
+    into the fullest bin that still has room for the item.
 
-    Items of one length are placed together: the bin that takes one of them is then the fullest that has room for the
-    next, so it takes as many as fit. The time grows with the number of items, which may be large, and with the number
-    of different lengths.
+    Items of the same length are placed together, because the bin that takes one item is then the fullest bin with room
+    for another. The time therefore grows with the number of different lengths, and little with the number of items.
     """
     bins, n_bins = np.empty(len(lengths), np.int64), 0
     order = np.argsort(-lengths, kind="stable")
     sizes, begins = np.unique(-lengths[order], return_index=True)
-    free: dict[int, list[int]] = {}  # the bins by their free space
-    spaces: list[int] = []  # the keys of `free`, in order
+    free: dict[int, list[int]] = {}  # lists of bins, by their free space
+    spaces: list[int] = []  # the keys of `free`, ascending
 
     def put_back(space: int, chosen: list[int]) -> None:
         if space and chosen:
@@ -82,10 +80,10 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def split_documents(lengths: np.ndarray, seq_len: int, long: LongDocuments) -> np.ndarray:
-    """Return where each chunk begins and how many tokens it has, int64 [chunks, 2], for documents laid end to end.
+    """Return the first token and the length of each chunk, int64 [chunks, 2], for documents that are laid end to end.
 
-    A chunk is a document, or T + 1 tokens of a longer one. The last token of such a chunk is the first of the next, so
-    that every token except a document's first is a target once. A document of one token has no target and is left out.
+    A chunk is a document, or T + 1 tokens of a longer document. Neighbouring chunks share one token, so that every
+    token of a document except the first is a target once. A document of one token has no target and is left out.
     """
     starts, lengths = np.cumsum(lengths, dtype=np.int64) - lengths, lengths.astype(np.int64)
     if long == "drop":
@@ -94,15 +92,15 @@ def split_documents(lengths: np.ndarray, seq_len: int, long: LongDocuments) -> n
         lengths = np.minimum(lengths, seq_len + 1)
     n_chunks = np.maximum(-(-(lengths - 1) // seq_len), 0)
     number = np.arange(n_chunks.sum()) - np.repeat(np.cumsum(n_chunks) - n_chunks, n_chunks)
-    begins = number * seq_len  # offset of each chunk in its document
+    begins = number * seq_len  # offset of each chunk within the chunk's document
     return np.stack(
         [np.repeat(starts, n_chunks) + begins, np.minimum(np.repeat(lengths, n_chunks) - begins, seq_len + 1)], axis=1
     )
 
 
 def pack(chunks: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Put chunks, int64 [chunks, 2], into sequences. Return the chunks sorted by sequence, and the index at which those
-    of each sequence begin, int64 [sequences + 1]. Sequences are in the order of their first chunks."""
+    """Put chunks, int64 [chunks, 2], into sequences, ordered by their first chunks. Return the index of each sequence's
+    first chunk, int64 [sequences + 1], and the chunks sorted by sequence."""
     bins = best_fit_decreasing(chunks[:, 1], seq_len + 1)
     _, first, numbers = np.unique(bins, return_index=True, return_inverse=True)
     rank = np.empty(len(first), np.int64)
@@ -113,8 +111,8 @@ def pack(chunks: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def lay_out(documents: list[np.ndarray], seq_len: int, not_trained: int) -> Sequence:
-    """Return a sequence of some documents, which have at most T + 1 tokens together. Tokens with the bit `not_trained`
-    are no targets (0: all are). Padding has ignored targets, and is a document of its own."""
+    """Return the sequence of documents with at most T + 1 tokens together. Tokens with the bit `not_trained` are not
+    targets (0: all tokens are targets). Padding is a document of its own with ignored targets."""
     stored = np.concatenate([np.empty(0, np.int64), *documents])
     tokens, n = stored & ~not_trained, len(stored)
     inputs, targets = np.zeros(seq_len, np.int64), np.full(seq_len, IGNORED, np.int64)
@@ -137,7 +135,7 @@ class Table(Record):
     sequences: Int63
     chunks: Int63
     xxh3_64: Checksum
-    """The file's checksum."""
+    """Checksum of the file."""
 
     @property
     def file_size(self) -> int:
@@ -148,18 +146,17 @@ class PackingIndex(RecordWithChecksum):
     """The content of packing.json."""
 
     tables: list[Table]
-    """The packing table of each shard of the token cache."""
+    """Packing table of each shard of the token cache."""
     documents: Int63
     long_documents: Int63
-    """Documents that are longer than a sequence, and so were split, dropped or truncated."""
+    """Number of documents longer than a sequence, which were split, dropped or truncated."""
     tokens: Int63
-    """Tokens in all sequences, without padding."""
+    """Number of tokens in all sequences, without padding."""
 
 
 def open_best_fit(cache: TokenCache, split: Split, training: Training, *, builds_cache: bool) -> "BestFit":
-    """Return the best-fit packing of a split of a token cache. The rank with `builds_cache` writes the packing tables
-    if they are missing, and other ranks of its node wait for them. Conversations that are too long raise ConfigError
-    if training.long_conversations says so."""
+    """Return the best-fit packing of a split of a token cache. The rank with `builds_cache` writes missing tables.
+    Raises ConfigError if training.long_conversations = "reject" and a conversation is too long."""
     packing, index = BestFit(cache, split, training), None
     if builds_cache:
         with contextlib.suppress(FileNotFoundError, DamagedShardError):  # damaged tables are written again
@@ -182,10 +179,10 @@ def _table_name(number: int) -> str:
 
 
 class BestFit:
-    """The packed sequences of a split, which are read when they are needed."""
+    """The packed sequences of a split, each read from the token cache when the sequence is needed."""
 
     def __init__(self, cache: TokenCache, split: Split, training: Training):
-        has_targets = training.dataset_format != "text"  # the cache marks the tokens that are not trained on
+        has_targets = training.dataset_format != "text"  # in a cache of conversations, a bit marks untrained tokens
         self.cache, self.split, self.seq_len = cache, split, training.seq_len
         self.long: LongDocuments = training.long_conversations if has_targets else "split"
         self.not_trained = token_shards.not_trained_bit(cache.index.dtype) if has_targets else 0
@@ -199,8 +196,7 @@ class BestFit:
         return np.cumsum([table.sequences for table in self.index.tables])
 
     def read_index(self, *, check_tables: bool) -> PackingIndex:
-        """Return packing.json. Raises what token_shards.read_record raises, and DamagedShardError if packing.json or a
-        table belongs to another cache."""
+        """Return the content of packing.json. Raises DamagedShardError if the packing belongs to another cache."""
         index = token_shards.read_record(self.folder / INDEX, PackingIndex)
         if len(index.tables) != len(self.cache.index.shards):
             raise DamagedShardError(f"{INDEX}: the number of shards differs")
@@ -209,7 +205,7 @@ class BestFit:
         return index
 
     def write_tables(self) -> PackingIndex:
-        """Pack the documents of each shard, and publish the tables and, when all are there, their index."""
+        """Pack the documents of each shard, and write the tables and then, when all are complete, packing.json."""
         self.folder.mkdir(mode=0o755, exist_ok=True)
         token_shards.check_trusted(self.folder)
         tables, n_long, longest, n_tokens, most = [], 0, 0, 0, self.seq_len + 1
@@ -238,7 +234,7 @@ class BestFit:
         return index
 
     def _with_targets(self, number: int, chunks: np.ndarray) -> np.ndarray:
-        """Return the chunks without beginnings of conversations in which the assistant has not said anything yet."""
+        """Drop the chunks that are truncated conversations and end before the assistant's first message."""
 
         def has_target(begin: int, length: int) -> bool:
             return not (self.cache.read(number, self.split, begin + 1, begin + length) & self.not_trained).all()
@@ -255,7 +251,7 @@ class BestFit:
 
     @property
     def summary(self) -> str:
-        """Return a line with the share of padding and what became of long documents."""
+        """Return a line with the share of padding, and with how many documents were split, dropped or truncated."""
         padding = 1 - self.index.tokens / max(self.n_sequences * (self.seq_len + 1), 1)
         documents = "documents" if self.long == "split" else "conversations"
         done = {"drop": "dropped", "truncate": "truncated"}.get(self.long, "split")
@@ -266,12 +262,12 @@ class BestFit:
 
     @property
     def identity(self) -> str:
-        """Return a hash of which documents each sequence has."""
+        """Return a hash of the packing tables, which name the documents of each sequence."""
         return checksum("/".join(table.xxh3_64 for table in self.index.tables).encode())
 
     def __getitem__(self, index: int) -> Sequence:
-        """Return a sequence; past the end, one of padding only. If the packing table is damaged, removes packing.json,
-        so that the next start packs again, and raises TrainingError."""
+        """Return a sequence; past the end, a sequence of padding only. If the packing table is damaged, removes
+        packing.json, so that the next start packs again, and raises TrainingError."""
         if index >= self.n_sequences:
             return lay_out([], self.seq_len, 0)
         number = int(np.searchsorted(self._ends, index, side="right"))
@@ -290,7 +286,7 @@ class BestFit:
         return lay_out(documents, self.seq_len, self.not_trained)
 
     def _open_table(self, number: int) -> BinaryIO:
-        """Return the file of a packing table whose checksum has been verified once by this process."""
+        """Open the file of a packing table. The first time, verify the table's checksum."""
         path, table = self.folder / _table_name(number), self.index.tables[number]
         token_shards.check_size(path, table.file_size)
         file = open_file(path, buffering=0)
@@ -307,7 +303,7 @@ class BestFit:
 
 
 class BestFitSequences(PackedSequences):
-    """The training split as an endless order of sequences that best-fit packing has made."""
+    """The training split as an endless order of best-fit packed sequences."""
 
     def __init__(self, packing: BestFit, training: Training, *, seed: int):
         self.packing, self.shuffle, self.seed, self.n_sequences = packing, training.shuffle, seed, packing.n_sequences
@@ -324,5 +320,4 @@ class BestFitSequences(PackedSequences):
         return f"{self.packing} per epoch, {self.packing.summary}"
 
     def sequence(self, position: int) -> Sequence:
-        """Return a sequence by its position in an epoch without shuffle."""
         return self.packing[position]

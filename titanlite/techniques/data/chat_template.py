@@ -1,11 +1,8 @@
-"""Chat templates: they turn the messages of a conversation into tokens, and tell which of them the assistant has said.
+"""Chat templates turn the messages of a conversation into tokens, and tell which tokens the assistant has said.
 
-transformers renders the template, which is data of the tokenizer, in jinja2's sandbox: it has no files, and no
-attributes that lead to code.
-
-The template may write special tokens. Text in a message that spells one is ordinary text, unless an option says
-otherwise. To tell the two apart in any template, each special token in a message is replaced by two characters before
-the template runs, and put back afterwards.
+transformers renders templates in jinja2's sandbox, in which a template can reach neither files nor code. The template
+may write special tokens, but a special token in a message is ordinary text, unless an option says otherwise: while the
+template runs, two other characters replace the special tokens of messages.
 """
 
 import contextlib
@@ -29,36 +26,35 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.techniques.data.rows import KEYS, Row, conversation_of, unread_keys
 
 ESCAPE, BEGIN, END = "\ufdd0", "\ufdd1", "\ufdd2"
-"""Noncharacters of Unicode. ESCAPE and the character after it stand for a text of `escaped`; BEGIN and END enclose what
-the assistant says."""
+"""Noncharacters of Unicode. ESCAPE begins an escaped text; BEGIN and END enclose what the assistant says."""
 FIRST = 0xF0000
-"""The character after ESCAPE that stands for the first text; the others follow. It is in a private-use plane."""
+"""The private-use character that after ESCAPE stands for the first text of `ChatTemplate.escaped`."""
 LARGEST_CONVERSATION = 1000
-"""Most messages without {% generation %}: the template then renders the conversation up to each of the assistant's."""
+"""Most messages of a conversation whose template lacks {% generation %}, and so runs once per assistant's message."""
 THOUGHT = "</think>"
-"""The end of the reasoning in a message; some templates drop that reasoning."""
+"""The text that ends the reasoning in a message. Some templates drop the reasoning."""
 TAGS = {
     "generation": rf"{{%\1 generation %}}{{% if true %}}{{{{'{BEGIN}'}}}}{{% endif \2%}}",
     "endgeneration": rf"{{%\1 if true %}}{{{{'{END}'}}}}{{% endif %}}{{% endgeneration \2%}}",
 }
-"""What replaces these tags of a template: blocks only, so that white space beside them is trimmed as before."""
+"""Replacements of the two tags of a template, all blocks, so that jinja2 trims white space beside them as before."""
 Regions = list[tuple[str, bool]]
-"""The regions of a rendered text in order, and whether they are trained on."""
+"""The regions of a rendered text in order, each with whether it is trained on."""
 
 
 class Conversation(str):
-    """The text of a conversation, or of its beginning up to an answer."""
+    """The text of a conversation, or of the conversation's beginning up to an answer."""
 
     named: str
-    """The text, in which special tokens have their names of `HuggingFaceTokenizer.ordinary`."""
+    """The text with each special token replaced by its name in `HuggingFaceTokenizer.ordinary`."""
     trained: list[tuple[int, int]]
-    """The ranges of characters of `named` that are trained on, as (begin, end)."""
+    """Ranges of characters of `named` that are trained on, as (begin, end)."""
     is_beginning = False
-    """Whether another conversation of the same row follows."""
+    """Whether another Conversation of the same dataset row follows."""
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer. Raises ConfigError if it has none."""
+    """The chat template of a tokenizer. Raises ConfigError if the tokenizer has no chat template."""
 
     def __init__(self, tokenizer: Tokenizer):
         if not isinstance(tokenizer, HuggingFaceTokenizer):
@@ -83,19 +79,18 @@ class ChatTemplate:
 
     @staticmethod
     def identity_of(tokenizer: Tokenizer) -> str:
-        """Return the identity of a tokenizer's chat template."""
         return ChatTemplate(tokenizer).identity
 
     def document(self, training: Training, values: dict[str, Any], unread: set[str]) -> list[Conversation]:
-        """Return the conversations of a row that are trained on, given the row's columns. Adds to `unread` the keys of
-        messages that the template does not read. Raises ValueError if the row is no conversation, or not renderable."""
+        """Return the conversations of a row (columns `values`) that are trained on. Adds to `unread` the message keys
+        that the template ignores. Raises ValueError if the row is no conversation, or cannot be rendered."""
         restart_time_limit()
         try:
             row = conversation_of(training, values)
             *_, words = self._source(row.tools)
             unread |= unread_keys(training, row.messages, words)
             special = training.special_tokens_in_text == "special"
-            if self._searched < N_SEARCHED and not special:  # the first conversations
+            if self._searched < N_SEARCHED and not special:  # check only the first conversations for special tokens
                 self._searched += 1
                 unread |= spelled(self.tokenizer, [f"{row.messages}{row.tools}"])
             found = self.conversations(row, special=special)
@@ -107,9 +102,9 @@ class ChatTemplate:
         return found
 
     def conversations(self, row: Row, *, special: bool = False) -> list[Conversation]:
-        """Return the conversation of a row's messages. Before it come its beginnings up to each answer that is rendered
-        in another way when others follow, as without its reasoning. `special`: messages may have special tokens.
-        Raises ValueError if the template cannot render them, or its text does not tell what the assistant has said."""
+        """Return the conversation of a row's messages, after its beginnings up to each answer that the template renders
+        in another way (without reasoning, for example) if messages follow. `special`: messages may contain special
+        tokens. Raises ValueError if the template cannot render the messages, or what the assistant said is unclear."""
         messages, tools, not_trained = row
         if not any(message["role"] == "assistant" for message in messages):
             raise ValueError('no message has the role "assistant", so there is nothing to train on')
@@ -120,7 +115,7 @@ class ChatTemplate:
         messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
         escaped, tools_escaped = self._escape(messages, special), self._escape(tools, special)
         text = self._render(escaped, tools_escaped)
-        text.encode()  # half of a surrogate pair raises UnicodeEncodeError, a ValueError
+        text.encode()  # raises UnicodeEncodeError, a ValueError, for half of a surrogate pair
         if (escaped, tools_escaped) != (messages, tools) and self._read(text) != self._render(messages, tools):
             problem = f"{self.file} reads special tokens in messages, which are ordinary text; set "
             raise ValueError(f'{problem}training.special_tokens_in_text = "special", or remove them')
@@ -144,21 +139,19 @@ class ChatTemplate:
         return found
 
     def prompt(self, text: str) -> list[int]:
-        """Return the tokens of a user's message and of the beginning of the assistant's answer. Raises ValueError if
-        the template cannot render them."""
+        """Return the tokens of a user's message and of the generation prompt. Raises ValueError if rendering fails."""
         rendered = self._render(self._escape([{"role": "user", "content": text}]), add_generation_prompt=True)
         return self.encode([self._conversation([(rendered, True)])], "uint32")[0].tolist()
 
     def encode(self, conversations: list[Conversation], dtype: DType) -> list[np.ndarray]:
-        """Return the tokens of each conversation. Tokens that are not trained on have the bit `not_trained_bit`: those
-        without a character that the assistant has said."""
+        """Return the tokens of each conversation. Tokens that are not trained on have the bit `not_trained_bit`."""
         texts, bit = [own.named for own in conversations], np.uint32(not_trained_bit(dtype))
         encodings = self.tokenizer.encode_together(texts, self.tokenizer.ordinary, with_offsets=True)
         tokens = []
         for own, encoding in zip(conversations, encodings, strict=True):
             begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
             limits = np.array([*own.trained, (2**62, 2**62)], np.int64)
-            near = limits[np.searchsorted(limits[:, 1], begins, side="right")]  # the next region to end
+            near = limits[np.searchsorted(limits[:, 1], begins, side="right")]  # a token's trained region or the next
             ids = np.array(encoding.ids, np.uint32)
             tokens.append(np.where(near[:, 0] < np.maximum(ends, begins + 1), ids, ids | bit).astype(dtype))
         return tokens
@@ -167,7 +160,7 @@ class ChatTemplate:
         return _analyzed(self.tokenizer.loaded.get_chat_template(tools=tools))
 
     def _escape(self, value: Any, special: bool = False) -> Any:
-        """Return a value with the texts of `escaped` in its strings replaced; if `special`, special tokens stay."""
+        """Replace the texts of `self.escaped` in the strings of a value, except special tokens if `special`."""
         if isinstance(value, dict):
             return {self._escape(key, special): self._escape(item, special) for key, item in value.items()}
         if isinstance(value, list):
@@ -178,7 +171,7 @@ class ChatTemplate:
         return value
 
     def _read(self, text: str, *, named: bool = False) -> str:
-        """Return a rendered text with what was escaped put back; if `named`, special tokens become their names."""
+        """Undo `_escape` in a rendered text. If `named`, special tokens are replaced by their names."""
 
         def text_of_match(match: re.Match[str]) -> str:
             if match[0][0] != ESCAPE:
@@ -204,9 +197,8 @@ class ChatTemplate:
     def _regions_by_prefixes(
         self, messages: list[dict[str, Any]], tools: Any, text: str, not_trained: Collection[int]
     ) -> tuple[Regions, list[Regions]]:
-        """Return the regions of a rendered text, and those of each beginning of the conversation that is rendered in
-        another way when more follows. The assistant's part of a text is what an answer adds to the messages before it
-        and the generation prompt."""
+        """Return the regions of a rendered text, and of each beginning of the conversation that the template renders in
+        another way if messages follow. An answer begins after the rendered earlier messages and generation prompt."""
         regions, beginnings, end = [], [], 0
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -214,7 +206,7 @@ class ChatTemplate:
             through = text if index == len(messages) - 1 else self._render(messages[: index + 1], tools)
             before = self._before(messages[: index + 1], tools, through)
             if not through.startswith(before) and THOUGHT in str(message.get("content")):
-                # The prompt asks for reasoning, which the template drops from messages: hide its end from the template.
+                # The template drops reasoning, which the generation prompt asks for: hide THOUGHT from the template.
                 thought = message["content"].replace(THOUGHT, ESCAPE + chr(FIRST + self._numbers[THOUGHT]))
                 through = self._render([*messages[:index], {**message, "content": thought}], tools)
             if not through.startswith(before):
@@ -231,9 +223,9 @@ class ChatTemplate:
         return [*regions, (text[end:], False)], beginnings
 
     def _before(self, messages: list[dict[str, Any]], tools: Any, through: str) -> str:
-        """Return the rendered text before an answer, the last of some messages; `through` is the text of them all."""
+        """Return the rendered text before an answer, the last of `messages`. `through`: the text of all messages."""
         if len(messages) > 1:
-            with contextlib.suppress(ValueError):  # some templates cannot render every beginning
+            with contextlib.suppress(ValueError):  # some templates reject a conversation without its last answer
                 return self._render(messages[:-1], tools, add_generation_prompt=True)
         prompt = self._render(messages, tools, add_generation_prompt=True).removeprefix(through)
         if prompt and prompt in through:
@@ -251,8 +243,7 @@ class ChatTemplate:
 
 
 def encode_questions(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    """Return the tokens of each text as a user's message in the tokenizer's chat template, up to where the answer
-    begins. Raises ConfigError if there is no template, or it cannot render a message."""
+    """Return the tokens of each text as a user's message. Raises ConfigError if the template cannot render a text."""
     template = ChatTemplate(tokenizer)
     try:
         return [template.prompt(text) for text in texts]
@@ -262,8 +253,7 @@ def encode_questions(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
 
 @functools.lru_cache(maxsize=4)
 def _analyzed(source: str) -> tuple[str, bool, frozenset[str]]:
-    """Return the source of a template with the TAGS, whether it has {% generation %} blocks, and its words, which
-    include the keys of messages that it may read."""
+    """Return a template's source with TAGS replaced, whether it has {% generation %}, and the words of the source."""
     marked = source
     for tag, text in TAGS.items():
         marked = re.sub(rf"\{{%([-+]?)\s*{tag}\s*([-+]?)%\}}", text, marked)
@@ -272,12 +262,11 @@ def _analyzed(source: str) -> tuple[str, bool, frozenset[str]]:
 
 
 def _common(one: str, other: str) -> str:
-    """Return the longest common beginning of two texts."""
     return "".join(a for a, b in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def _marked_regions(text: str) -> Regions:
-    """Return the parts of a rendered text in order, and whether they are in a {% generation %} block."""
+    """Return the regions of a rendered text, trained on if they are in a {% generation %} block."""
     depth, regions = 0, []
     for part in re.split(f"([{BEGIN}{END}])", text):
         if part in (BEGIN, END):

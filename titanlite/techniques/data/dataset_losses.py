@@ -1,4 +1,4 @@
-"""The loss of each dataset of a mixture, from the token losses that training steps compute anyway."""
+"""The loss of each dataset of a mixture, summed from the token losses of training steps."""
 
 import functools
 
@@ -15,11 +15,10 @@ from titanlite.train_step import Observer, TrainStep
 
 
 class DatasetLosses(Observer):
-    """Adds up the token losses of each dataset over training steps; each rank adds those of its own tokens.
+    """Adds up the token losses of each dataset over training steps, on each rank for its own tokens.
 
-    The output head passes on the token losses of one microbatch after the other, in the order of this rank's sequences.
-    They are not read from the device before `totals` is called. `data_rank` is this rank's number among the
-    data-parallel ranks, and `loader` has the position in the data.
+    The output head records the token losses of each microbatch, in the order of this rank's sequences. The host reads
+    sums only in `totals`. `data_rank` is this rank's number in data parallel; `loader` knows the position in the data.
     """
 
     def __init__(
@@ -27,7 +26,7 @@ class DatasetLosses(Observer):
     ):
         self.mixture, self.loader, self.data_rank, self.device = mixture, loader, data_rank, train_step.device
         self.batch_size, self.degree = training.global_batch_size, train_step.parallelism.data_parallel_degree
-        self.tokens = training.seq_len // train_step.parallelism.context_parallel_degree  # per sequence, on this rank
+        self.tokens = training.seq_len // train_step.parallelism.context_parallel_degree  # tokens of a local sequence
         self._recorded: list[Tensor] | None = None
         self._totals = self._zeros()
         if train_step.contributes_loss:
@@ -43,12 +42,10 @@ class DatasetLosses(Observer):
             self._recorded.append(both.unflatten(0, (-1, self.tokens)).sum(1))
 
     def before_backward(self, step: int) -> None:
-        """Record the losses of the forward passes that follow."""
         self._recorded = []
 
     def after_backward(self, step: int, batches: list[Batch], loss_sum: Tensor, *, is_test: bool) -> None:
-        """Add the recorded losses. The loader's position is the end of their global batch. A step in which this rank
-        has a loss that is not finite does not count."""
+        """Add the recorded losses, unless one is not finite. The global batch ends at the loader's position."""
         recorded, self._recorded = self._recorded, None
         position = self.loader.position
         if recorded and not is_test:
@@ -60,14 +57,13 @@ class DatasetLosses(Observer):
 
     def totals(self) -> Tensor:
         """Return the sum of the token losses and the number of valid tokens of each dataset, [datasets, 2] in float64,
-        over all ranks and the steps since the last call. Every rank must call it."""
+        over all ranks and the steps since `totals` was last called. Every rank must call `totals`."""
         totals, self._totals = self._totals, self._zeros()
         dist.all_reduce(totals)
         return totals
 
     def metrics(self) -> dict[str, float]:
-        """Return the tokens and epochs read of each dataset, and the mean token loss (nats) of those that had a token,
-        by tag. Every rank must call it."""
+        """Return by tag each dataset's tokens and epochs read, and mean loss (nats). Every rank must call `metrics`."""
         rows = zip(self.mixture.names, self.totals().tolist(), strict=True)
         losses = {f"data/{name}/loss": loss / n_tokens for name, (loss, n_tokens) in rows if n_tokens}
         return self.mixture.metrics(self.loader.position) | losses

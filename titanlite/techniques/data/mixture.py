@@ -1,9 +1,7 @@
 """Mixtures: packed sequences of several datasets in one endless order, in exact shares, the same for any ranks.
 
-Indices are grouped into blocks of MIXTURE_BLOCK sequences. Integer arithmetic decides how many sequences of a block
-each dataset gets: earliest deadline first, where a dataset's next sequence is due when its share of the order reaches
-it. So after each block a dataset has its exact share of all sequences, rounded up or down. The order within a block is
-shuffled, so that no data-parallel rank always reads the same dataset.
+After each block of MIXTURE_BLOCK sequences, each dataset has its exact share of all sequences, rounded up or down.
+Sequences are shuffled within a block, so that no data-parallel rank always reads the same dataset.
 """
 
 from __future__ import annotations
@@ -25,19 +23,19 @@ from titanlite.data.shuffle import permuted
 from titanlite.files.durable import Int63, Record, parse_part
 
 MIXTURE_BLOCK = 1024
-"""Sequences of a block. A change would change the order of every mixture."""
+"""Number of sequences of a block. Another number would change the order of every mixture."""
 WEIGHT_OF_LARGEST = 2**32
-"""Integer that the largest weight is scaled to."""
+"""The integer to which the largest weight is scaled."""
 
 
 def seed_of(name: str, seed: int) -> int:
-    """Return the seed of a dataset's own order, which does not depend on the other datasets."""
+    """Return the seed of a dataset's order, which does not depend on other datasets."""
     return xxhash.xxh3_64_intdigest(f"{seed}/{name}".encode())
 
 
 def integer_shares(options: list[MixedDataset], sizes: list[int]) -> list[int]:
-    """Return the shares of datasets as integers: in proportion to their weights or token budgets, or else to `sizes`,
-    their numbers of sequences."""
+    """Return the shares of datasets as integers, in proportion to their weights or token budgets. Datasets without a
+    weight or budget have shares in proportion to their numbers of sequences, `sizes`."""
     if options[0].weight != -1:
         largest = max(each.weight for each in options)
         return [max(round(each.weight / largest * WEIGHT_OF_LARGEST), 1) for each in options]
@@ -45,11 +43,10 @@ def integer_shares(options: list[MixedDataset], sizes: list[int]) -> list[int]:
 
 
 def largest_count(options: MixedDataset, n_sequences: int, seq_len: int) -> int | None:
-    """Return how many sequences of a dataset may be read, or None for any number. Its epochs are rounded down to a
-    sequence, its token budget up."""
+    """Return how many sequences of a dataset may be read (epochs rounded down, tokens up), or None for any number."""
     limits = []
     if options.epochs != -1:
-        limits.append(int(Fraction(repr(options.epochs)) * n_sequences))  # repr: 0.29 is 29 hundredths, not less
+        limits.append(int(Fraction(repr(options.epochs)) * n_sequences))  # repr: the float 0.29 is below 29/100
     if options.tokens != -1:
         limits.append(-(-options.tokens // seq_len))
     return min(limits, default=None)
@@ -61,11 +58,11 @@ class Component(NamedTuple):
     name: str
     sequences: PackedSequences
     content: str
-    """The identity of its tokens."""
+    """Identity of the dataset's tokens."""
     share: int
-    """Share of the mixture, relative to the shares of the others."""
+    """Share of the mixture, relative to the shares of the other datasets."""
     limit: int | None
-    """How many of its sequences may be read; None: any number."""
+    """How many sequences of the dataset may be read; None: any number."""
 
     def __str__(self) -> str:
         limit = "" if self.limit is None else f", at most {self.limit} sequences"
@@ -73,17 +70,17 @@ class Component(NamedTuple):
 
 
 class MixtureBlock(NamedTuple):
-    """One block of the order. `counts`: sequences of each dataset before the block, over all epochs."""
+    """One block of the order. `counts`: the number of sequences of each dataset before the block, over all epochs."""
 
     first: int
-    """Global index of its first sequence."""
+    """Global index of the block's first sequence."""
     counts: tuple[int, ...]
     phase: tuple[int, ...]
-    """The counts since which the shares hold: those where the order began, or where a dataset was used up."""
+    """Counts at the start of the phase: where the order began, or where the last dataset was used up."""
 
 
 class _Mixture(Record):
-    """A MixtureBlock by the names of the datasets, and what was read of these and of those of earlier mixtures."""
+    """A saved MixtureBlock, with counts by dataset name. `read`: sequences read, also of datasets no longer mixed."""
 
     identity: str
     first: Int63
@@ -95,8 +92,8 @@ class _Mixture(Record):
 class MixedSequences:
     """The training split of a mixture as an endless order of packed sequences, the same for any number of ranks.
 
-    `start` is the block with which the order begins; `resumed` computes it from a saved state. `check` rejects a run
-    that would use up all datasets. Where one does so nevertheless, their limits no longer hold.
+    `start` is the first block of the order. If all datasets are used up, which `check` rejects, reading goes beyond
+    their limits.
     """
 
     def __init__(self, components: list[Component], *, seed: int, start: MixtureBlock | None = None):
@@ -104,7 +101,7 @@ class MixedSequences:
         zeros, self.n_sequences = (0,) * len(components), sum(each.sequences.n_sequences for each in components)
         self.start = start or MixtureBlock(0, zeros, zeros)
         self.others: dict[str, int] = {}
-        """Counts of datasets that an earlier mixture had and this one lacks."""
+        """Counts of datasets of an earlier mixture that this mixture lacks."""
         self._recent = self.start
         self._walk = functools.lru_cache(maxsize=8)(self._walk_through)
 
@@ -114,11 +111,11 @@ class MixedSequences:
 
     @property
     def identity(self) -> str:
-        """Return a text that is equal for two mixtures only if their global indices name the same sequences."""
+        """Return a text that differs if two mixtures have different sequences at some global index."""
         return "; ".join(map(str, self.components))
 
     def read(self, first: int, stride: int) -> Iterator[tuple[Sequence, None]]:
-        """Yield the sequences first, first + stride, ..., as PackedSequences.read does."""
+        """Yield the sequences with global index first, first + stride, ..., as PackedSequences.read does."""
         block = self.start
         while True:
             block = self._block_of(first, block)
@@ -131,14 +128,14 @@ class MixedSequences:
         return [each.name for each in self.components]
 
     def datasets_of(self, positions: Iterable[int]) -> list[int]:
-        """Return, for each of some ascending global indices, the number of the dataset that has the sequence."""
+        """Return the index of the dataset that the sequence at each global index is from. `positions` must ascend."""
         blocks = ((position, self._block_near(position)) for position in positions)
         return [self._walk(block)[0][position - block.first][0] for position, block in blocks]
 
     # State -----------------------------------------------------------------------------------------------------------
 
     def _block_near(self, position: int) -> MixtureBlock:
-        """Return the block that a position is in. It is fast where positions ascend."""
+        """Return the block that contains a position. Ascending positions are found fast."""
         self._recent = self._block_of(position, self._recent if position >= self._recent.first else self.start)
         return self._recent
 
@@ -149,7 +146,7 @@ class MixedSequences:
         return [count + read[dataset] for dataset, count in enumerate(block.counts)]
 
     def state(self, position: int) -> dict[str, Any]:
-        """Return what `resumed` needs, as plain JSON. It is the same on every rank."""
+        """Return the state that `resumed` needs, as plain JSON, the same on every rank."""
         read, block = self._by_name(self.counts(position)), self._recent
         counts, phase = self._by_name(block.counts), self._by_name(block.phase)
         state = {"identity": self.identity, "first": block.first, "counts": counts, "phase": phase}
@@ -159,8 +156,8 @@ class MixedSequences:
         return dict(zip(self.names, counts, strict=True))
 
     def resumed(self, loader_state: dict[str, Any] | None) -> MixedSequences:
-        """Return this mixture as of the point where a run stopped, given the state of its loader; None: the beginning.
-        After another mixture, each dataset continues from the count under its name, and a new block begins."""
+        """Return this mixture from where a run stopped, given the run's loader state; None: from the beginning. If the
+        run had another mixture, each dataset continues from the count under its name, and a new block begins."""
         if not loader_state:
             return self
         position = parse_part(loader_state, "data.next_sequence", Int63)
@@ -179,7 +176,7 @@ class MixedSequences:
         return resumed
 
     def check(self, loader_state: dict[str, Any] | None, n: int) -> None:
-        """Raise ConfigError if all datasets are used up before n sequences are read from where a run stopped."""
+        """Raise ConfigError if, after the loader state, all datasets are used up before n more sequences are read."""
         resumed = self.resumed(loader_state)
         counts, left = resumed.counts(loader_state["next_sequence"] if loader_state else 0), []
         for each, count in zip(self.components, counts, strict=True):
@@ -193,7 +190,7 @@ class MixedSequences:
             raise ConfigError([problem])
 
     def metrics(self, position: int) -> dict[str, float]:
-        """Return the tokens and epochs of each dataset before a position, by tag."""
+        """Return by tag the tokens and epochs of each dataset that come before a position."""
         values: dict[str, float] = {}
         for each, count in zip(self.components, self.counts(position), strict=True):
             values[f"data/{each.name}/tokens"] = count * each.sequences.seq_len
@@ -201,12 +198,11 @@ class MixedSequences:
         return values
 
     def expected_counts(self, n: int) -> list[float]:
-        """Return how many of the first n sequences come from each dataset, up to rounding, without a walk through all
-        blocks. The limits of the datasets must allow n sequences."""
+        """Return about how many of the first n sequences come from each dataset. The datasets' limits must allow n."""
         counts, left = [0.0] * len(self.components), float(n)
         while left and (active := {i: self.components[i] for i in self._active(counts)}):
             total = sum(each.share for each in active.values())
-            ends = {}  # how many more sequences of the mixture until a dataset reaches its limit
+            ends = {}  # by dataset: how many more sequences the mixture has before that dataset reaches its limit
             for i, each in active.items():
                 ends[i] = math.inf if each.limit is None else (each.limit - counts[i]) * total / each.share
             taken = min(left, *ends.values())
@@ -219,23 +215,22 @@ class MixedSequences:
     # Order -----------------------------------------------------------------------------------------------------------
 
     def _active(self, counts: Iterable[float]) -> list[int]:
-        """Return the datasets that are not used up."""
         pairs = zip(self.components, counts, strict=True)
         return [i for i, (each, count) in enumerate(pairs) if each.limit is None or count < each.limit]
 
     def _block_of(self, position: int, block: MixtureBlock) -> MixtureBlock:
-        """Return the block that a position is in, walking there from an earlier block."""
+        """Return the block that contains a position, by walking from `block`, which must not be later."""
         while position >= block.first + MIXTURE_BLOCK:
             block = self._walk(block)[1]
         return block
 
     def _walk_through(self, block: MixtureBlock) -> tuple[list[tuple[int, int]], MixtureBlock]:
-        """Return (dataset, index in its order) for each sequence of a block, and the next block."""
+        """Return (dataset, index in the dataset's order) for each sequence of a block, and the next block."""
         chosen, counts, phase = [], list(block.counts), block.phase
-        end = MIXTURE_BLOCK  # all datasets are used up from here on; shuffling does not cross it
+        end = MIXTURE_BLOCK  # index in the block from which all datasets are used up; shuffling does not cross `end`
         while len(chosen) < MIXTURE_BLOCK:
             chosen += self._choose(counts, phase, MIXTURE_BLOCK - len(chosen))
-            if counts[chosen[-1]] == self.components[chosen[-1]].limit:  # it is used up
+            if counts[chosen[-1]] == self.components[chosen[-1]].limit:  # the chosen dataset is used up
                 phase = tuple(counts)
                 end = end if self._active(counts) else len(chosen)
         after = MixtureBlock(block.first + MIXTURE_BLOCK, tuple(counts), phase)
@@ -250,9 +245,9 @@ class MixedSequences:
     def _choose(self, counts: list[int], phase: tuple[int, ...], n: int) -> list[int]:
         """Return the datasets of the next n sequences, and count them. Returns fewer if a dataset is used up.
 
-        A dataset with share w of W in total has m w / W of a phase's first m sequences, rounded up or down. So its
-        sequence k (from 0) has number floor(k W / w) at the earliest, and a number below ceil((k + 1) W / w).
-        Earliest deadline first meets all of these deadlines, since the shares fill the order exactly.
+        A dataset with share w of W in total has m w / W of a phase's first m sequences, rounded up or down, if its
+        sequence k (from 0) is not before floor(k W / w), and is before ceil((k + 1) W / w), in the phase. Earliest
+        deadline first meets all deadlines, because the shares add up to the whole order.
         """
         active = self._active(counts) or range(len(counts))
         shares = {i: self.components[i].share for i in active}
@@ -274,7 +269,6 @@ class MixedSequences:
 
 
 def _is_possible(state: _Mixture, position: int) -> bool:
-    """Return whether a saved state is one that `MixedSequences.state` returns."""
     counts, phase, read = state.counts, state.phase, state.read
     return (
         0 <= position - state.first <= MIXTURE_BLOCK
@@ -286,8 +280,8 @@ def _is_possible(state: _Mixture, position: int) -> bool:
 
 
 class MixedValidation:
-    """The validation splits of a mixture's datasets, each once. Sequences are interleaved evenly: a validation that
-    reads only the first ones has each dataset in proportion to its split."""
+    """The validation splits of a mixture's datasets, each read once. Sequences are interleaved evenly, so the first n
+    sequences have each dataset in proportion to the size of its split."""
 
     def __init__(self, splits: list[ValidationSequences]):
         self.splits = splits
@@ -300,7 +294,6 @@ class MixedValidation:
         return f"{self.n_sequences:,} packed sequences of {len(self.splits)} datasets"
 
     def __getitem__(self, index: int) -> Sequence:
-        """Return a sequence; past the end, one of padding only, as ValidationSequences does."""
         if index >= self.n_sequences:
             return self.splits[0][self.splits[0].n_sequences]
         number = int(self._order[index])

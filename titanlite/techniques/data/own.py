@@ -1,4 +1,4 @@
-"""Own data (config/own.py): packed sequences from a user's object."""
+"""Own data (config/own.py): packed sequences from an object of the user."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from titanlite.loss import IGNORED
 
 class OwnSequences:
     """Sequences of a user's object. data[index] is T + 1 tokens or a titanlite.data.packing.Sequence, the same at any
-    time and on any rank. If the object has a len, epochs follow one another; a validation split `pads` instead."""
+    time and on any rank. Past len(data), if the object has a len, the sequences repeat or, if `pads`, are padding."""
 
     def __init__(self, data: Any, training: Training, vocab_size: int, *, pads: bool = False):
         self.data, self.seq_len, self.vocab_size, self.pads = data, training.seq_len, vocab_size, pads
@@ -42,11 +42,10 @@ class OwnSequences:
     read = PackedSequences.read
 
     def state(self, position: int) -> dict[str, Any]:
-        """Return the state after `position` sequences were trained on, as plain JSON. More may have been read."""
+        """Return the state after `position` sequences were trained on (but maybe more were read), as plain JSON."""
         return {"own": self.data.state(position)} if hasattr(self.data, "state") else {}
 
     def resumed(self, loader_state: dict[str, Any] | None) -> OwnSequences:
-        """Continue where a run stopped, given the state of its loader; None: from the beginning."""
         if loader_state and "own" in loader_state:
             self.data.load(loader_state["own"])
         return self
@@ -55,7 +54,7 @@ class OwnSequences:
 def open_own(
     build: Any, model: Model, training: Training, debug: Debug, validates: bool = False
 ) -> tuple[OwnSequences, OwnSequences | None, str]:
-    """Return both splits of own data, and its identity. Raises ConfigError for options that ask for other data."""
+    """Return own data's training and validation split, and identity. Raises ConfigError for options of datasets."""
     others = {"datasets": training.datasets, "streaming": training.streaming}
     problems = [f"training.{key}: own.data has the sequences; leave it out" for key in others if others[key]]
     arguments = training, model.vocab_size

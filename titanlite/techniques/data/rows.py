@@ -1,4 +1,4 @@
-"""The conversation of a dataset's row: its messages, its tools, and which messages are trained on."""
+"""Read from a dataset row the messages and tools of a conversation, and which messages are trained on."""
 
 import contextlib
 import json
@@ -13,13 +13,13 @@ from titanlite.data.files import TOOLS
 
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool"}
 ROLES |= {role: role for role in ("system", "user", "assistant", "tool")}
-"""Roles by their names in ShareGPT's key "from"."""
+"""Roles of messages by the names that ShareGPT's key "from" has."""
 TRAINED = ("train", "trainable", "training", "weight", "loss")
-"""Keys by which axolotl, OpenAI and ms-swift train on a message (true, 1) or do not (false, 0)."""
+"""Keys by which axolotl, OpenAI and ms-swift say whether a message is trained on (true, 1) or not (false, 0)."""
 KEYS = ("role", "content", *TRAINED)
-"""Keys of a message that titanlite itself reads, besides those that the template reads."""
+"""Keys of a message that titanlite reads. The chat template may read more keys."""
 OTHER_MASKS = ("mask", "masked", "loss_mask", "loss_scale", "loss_weight", "train_detail", "training_detail")
-"""Keys with which other programs mask or weight a message in ways that are unsupported here."""
+"""Keys by which other programs mask or weight a message, which titanlite does not support."""
 
 
 class Row(NamedTuple):
@@ -31,9 +31,8 @@ class Row(NamedTuple):
 
 
 def conversation_of(training: Training, values: dict[str, Any]) -> Row:
-    """Return the conversation of a row, given its columns. Raises ValueError if the row has none, or says in an
-    unsupported way what is trained on."""
-    if training.dataset != "json":  # a table has null where a row lacks another row's key
+    """Return the conversation of a row with columns `values`. Raises ValueError if there is no conversation."""
+    if training.dataset != "json":  # Parquet and Arrow store null for a key that a row lacks
         values = _without_nulls(values)
     tools = tools_of(values.get(TOOLS))
     if training.dataset_format == "prompt_response":
@@ -48,7 +47,7 @@ def conversation_of(training: Training, values: dict[str, Any]) -> Row:
 
 
 def tools_of(value: Any) -> list[Any] | None:
-    """Return the tools in the column TOOLS, a list or its JSON; None if it has none. Raises ValueError for others."""
+    """Return the tools in column TOOLS, a list or JSON; None without tools. Raises ValueError for other values."""
     with contextlib.suppress(ValueError, RecursionError):
         value = json.loads(value.strip() or "null") if isinstance(value, str) else value
     if value and not isinstance(value, list):
@@ -57,13 +56,13 @@ def tools_of(value: Any) -> list[Any] | None:
 
 
 def unread_keys(training: Training, messages: list[dict[str, Any]], words: frozenset[str]) -> set[str]:
-    """Return the keys of messages that are not among the words of a template's source."""
+    """Return the keys of messages that do not occur in a chat template. `words`: the words of the template's source."""
     keys = {key for message in messages for key in message} - words
     return {f"{training.dataset_messages_key}[].{key}" for key in keys if not words.issuperset(re.findall(r"\w+", key))}
 
 
 def _message(row: Any, number: int) -> dict[str, Any]:
-    """Return a message with the keys role and content; ShareGPT's "from" and "value" are renamed to these."""
+    """Return a message with the keys role and content. ShareGPT's "from" and "value" become role and content."""
     if isinstance(row, dict) and row.get("role") is None and isinstance(name := row.get("from"), str):
         if name not in ROLES:
             problem = f'message {number}: "from": {show(name)[:40]}: expected one of {", ".join(ROLES)}'
@@ -78,13 +77,13 @@ def _message(row: Any, number: int) -> dict[str, Any]:
     if content is None and not message.get("tool_calls"):
         raise ValueError(f'message {number}: expected "content", or "tool_calls"; found only {", ".join(message)}')
     is_list = isinstance(content, list) and all(isinstance(part, dict) for part in content)
-    if content is not None and not is_list:  # a list has the parts of a text
+    if content is not None and not is_list:  # a list of parts goes to the template unchanged
         message["content"] = text_of(content, f"content of message {number}")
     return message
 
 
 def _is_trained(message: dict[str, Any], number: int) -> bool:
-    """Return whether the keys of a message allow training on it. Raises ValueError for unsupported keys or values."""
+    """Return whether a message may be trained on, by its keys. Raises ValueError for unsupported keys or values."""
     for key in OTHER_MASKS:
         if key in message:
             problem = f'message {number}: the key "{key}" is not supported; write "train": true or false instead'
@@ -102,7 +101,6 @@ def _is_trained(message: dict[str, Any], number: int) -> bool:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a value whose objects lack the keys with null."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -1,8 +1,8 @@
 """Streaming: packed sequences of documents that are read and tokenized while training, for large datasets.
 
-The dataset is partitioned into a fixed number of streaming shards. Packed sequence k is the next one of shard k mod
-shards. Data-parallel rank r of d takes the sequences k = r mod d. Since d divides the number of shards, a rank takes
-complete shards: one rank tokenizes each document, and the order does not depend on the number of ranks.
+The dataset is partitioned into n streaming shards. Packed sequence k is the next sequence of shard k mod n.
+Data-parallel rank r of d takes the sequences with k mod d = r. Because d divides n, a rank takes complete shards: only
+one rank tokenizes a document, and the order does not depend on the number of ranks.
 """
 
 import copy
@@ -29,8 +29,8 @@ ShardState = dict[str, Any]  # a _Shard, as plain JSON
 
 
 class _Shard(Record):
-    """Where a shard is resumed: where the first document that is not used up begins (None: at the beginning), how many
-    of its tokens are used, the number of the shuffled block, and how many of its sequences are used."""
+    """The position of a stream in a shard: where the first document with unused tokens begins (None: at the start), how
+    many of its tokens are used, the number of the shuffled block, and how many of its sequences are used."""
 
     position: tuple[Int63, Int63] | dict[str, Any] | None
     used: Int63
@@ -39,16 +39,16 @@ class _Shard(Record):
 
 
 Saved = dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], _Shard]
-"""What a checkpoint has of a stream: its shards that have begun, by number."""
+"""A checkpoint saves the shards of a stream that have begun, by number."""
 
 
 def partition(segments: list[Segment], n: int) -> list[list[Segment]]:
-    """Partition a dataset into n shards of nearly equal bytes. Files are split where all of them can be; otherwise each
-    file goes to the smallest shard so far, the largest file first. The rows of a shard keep their order."""
+    """Partition a dataset into n shards of nearly equal bytes, whose rows keep their order. Files are split if all of
+    them can be; otherwise each file, the largest first, goes to the shard with the fewest bytes so far."""
     shards: list[list[Segment]] = [[] for _ in range(n)]
     if all(map(is_splittable, segments)):
         total = sum(segment.bytes for segment in segments)
-        first = 0  # bytes before the segment
+        first = 0  # bytes in earlier segments
         for segment in segments:
             n_rows = segment.end - segment.begin
             for number, shard in enumerate(shards):
@@ -70,8 +70,8 @@ def partition(segments: list[Segment], n: int) -> list[list[Segment]]:
 class StreamingSequences:
     """The training split as an endless order of packed sequences, read from streaming shards.
 
-    With training.shuffle, the sequences of a shard are shuffled in blocks of training.streaming_shuffle_block, by the
-    seed. `dataset` is what documents.open_stream returns. Raises ConfigError if there are too few files for the shards.
+    With training.shuffle, the sequences of a shard are shuffled in blocks of training.streaming_shuffle_block, by
+    `seed`. `dataset` comes from documents.open_stream. Raises ConfigError if there are too few files for the shards.
     """
 
     def __init__(self, dataset: list[Segment] | Any, source: Source, tokenizer: Tokenizer, *, seed: int):
@@ -80,7 +80,7 @@ class StreamingSequences:
         self.seq_len, self.n_shards = options.seq_len, options.streaming_shards
         self.block = options.streaming_shuffle_block if options.shuffle else 1
         self._saved, self.passed = dict[int, ShardState](), dict[int, ShardState]()
-        """States of shards: all of the checkpoint; those after the sequences that this rank has trained on."""
+        """States of shards by number: `_saved` from the checkpoint, `passed` after the sequences trained on here."""
         self.shards: list[Any]
         if source.is_files:
             if not any(segment.bytes for segment in dataset):
@@ -101,7 +101,7 @@ class StreamingSequences:
         return f"{self.n_shards} streaming shards of {self.n_files} files"
 
     def resumed(self, loader_state: dict[str, Any] | None) -> "StreamingSequences":
-        """Return this stream from where a run stopped, by the state of its loader; None: from its beginning."""
+        """Return this stream from where a run stopped, given the run's loader state; None: from the beginning."""
         saved = parse_part(loader_state or {}, "data.streaming_shards", Saved | None) or {}
         resumed = copy.copy(self)
         resumed._saved = {int(number): each.model_dump(mode="json") for number, each in saved.items()}
@@ -109,16 +109,16 @@ class StreamingSequences:
         return resumed
 
     def state(self, position: int) -> dict[str, Any]:
-        """Return what `resumed` needs, as plain JSON. Every rank must call it."""
+        """Return the state that `resumed` needs, as plain JSON. Every rank must call `state`."""
         states, gathered = dict(self._saved), [self.passed] * dist.get_world_size()
         dist.all_gather_object(gathered, self.passed)
-        for passed in gathered:  # each shard is passed by the ranks that read it, and these agree
+        for passed in gathered:  # all ranks that read a shard have the same state of it
             states |= passed
         return {"streaming_shards": {str(number): states[number] for number in sorted(states)}}
 
     def read(self, first: int, stride: int) -> Iterator[tuple[Sequence, tuple[int, ShardState]]]:
-        """Yield the sequences first, first + stride, ..., without end, each with the index of its shard and the shard's
-        state after it. Shards start from their saved states or, without one, from their beginning."""
+        """Yield the sequences first, first + stride, ..., without end, each with the sequence's shard number and the
+        shard's state after the sequence. A shard without a saved state starts from its beginning."""
         readers: dict[int, Iterator[tuple[np.ndarray, ShardState]]] = {}
         while True:
             shard = first % self.n_shards
@@ -130,7 +130,7 @@ class StreamingSequences:
             first += stride
 
     def _read_shard(self, shard: int, start: ShardState) -> Iterator[tuple[np.ndarray, ShardState]]:
-        """Yield the sequences of one shard, T + 1 tokens each, and the state after each; each block is shuffled."""
+        """Yield the sequences (T + 1 tokens each) of a shard, shuffled in blocks, with the shard's state after each."""
         place = {"position": start["position"], "used": start["used"]}
         block, taken = start["block"], start["taken"]
         sequences = self._in_order(shard, place)
@@ -147,8 +147,8 @@ class StreamingSequences:
             place, block, taken = after, block + 1, 0
 
     def _in_order(self, shard: int, start: ShardState) -> Iterator[tuple[np.ndarray, ShardState]]:
-        """Yield sequences of T + 1 tokens of one shard, unshuffled. The last token of one is the first of the next."""
-        pending: deque[list[Any]] = deque()  # [position before the document, its tokens, how many are used]
+        """Yield the sequences of a shard, unshuffled. Consecutive sequences of T + 1 tokens share one token."""
+        pending: deque[list[Any]] = deque()  # [position before a document, the document's tokens, number used]
         documents = self._documents(shard, start)
         length = self.seq_len + 1
         while True:
@@ -163,11 +163,11 @@ class StreamingSequences:
                 advance -= taken
                 if pending[0][2] == len(tokens):
                     pending.popleft()
-            position, _, used = pending[0]  # never empty: the shared last token is still pending
+            position, _, used = pending[0]  # not empty: the next sequence begins with this one's last token
             yield sequence, {"position": position, "used": used}
 
     def _documents(self, shard: int, start: ShardState) -> Iterator[tuple[Any, np.ndarray, int]]:
-        """Yield the documents of one shard, over and over: its place, its tokens, how many of them are used."""
+        """Yield the documents of a shard again and again: position, tokens, and how many of the tokens are used."""
         dtype = dtype_for(self.tokenizer.vocab_size)
         position, used = start["position"], start["used"]
         texts = self._texts_of_files if self.source.is_files else self._texts_of_hub
@@ -187,7 +187,7 @@ class StreamingSequences:
             position = None
 
     def _texts_of_files(self, shard: int, position: list[int] | None) -> Iterator[tuple[Any, str]]:
-        """Yield the place and the text of each document, from a place on: [index of a segment, row in it]."""
+        """Yield position and text of each document from `position` on: [index of a segment, row in the segment]."""
         segments: list[Segment] = self.shards[shard]
         number, begin = position or (0, segments[0].begin)
         while number < len(segments):
@@ -198,7 +198,7 @@ class StreamingSequences:
             begin = segments[number].begin if number < len(segments) else 0
 
     def _texts_of_hub(self, shard: int, position: dict[str, Any] | None) -> Iterator[tuple[Any, str]]:
-        """Yield the place and the text of each document, from a place on: a state of datasets.IterableDataset."""
+        """Yield position and text of each document from `position` on, a state of datasets.IterableDataset."""
         (column,), files = self.source.columns, self.shards[shard]
         files.load_state_dict(self.beginnings[shard] if position is None else position)
         for item in hub.read(self.source, files):

@@ -1,1 +1,1 @@
-"""Fingerprints of the tensors of a step, with which `titanlite diff` finds where two runs differ first."""
+"""Fingerprints of the tensors of a step, by which `titanlite diff` finds where two runs first differ."""

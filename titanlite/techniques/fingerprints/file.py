@@ -2,9 +2,9 @@
 
     FOLDER/fingerprints/step-N.safetensors
 
-A tensor of the file is named "PHASE TENSOR". The phases are "input" (what the step began with), "forward" (the output
-of a module), "backward" (the gradient of the loss with respect to that output), "gradient" (of a weight, before
-clipping) and "update" (a weight or optimizer state after the step). examples/fingerprints writes such files.
+A tensor of the file is named "PHASE TENSOR", with the phases "input" (weights, optimizer states and tokens before the
+step), "forward" (the output of a module), "backward" (the gradient of the loss with respect to the output), "gradient"
+(of a weight, before clipping) and "update" (a weight or optimizer state after the step).
 """
 
 import re
@@ -26,32 +26,31 @@ from titanlite.techniques.fingerprints.sketch import SIZE
 
 FOLDER = "fingerprints"
 KEY = "titanlite.fingerprints"
-"""The metadata key under which the file has its description, as JSON."""
+"""The metadata key of the file's Description, as JSON."""
 LARGEST_FILE = 2**27
-"""Most bytes of a file, enough for half a million tensors."""
+"""Most bytes of a fingerprint file, enough for half a million tensors."""
 LARGEST_SQUARE = 64
-"""Largest accepted mean square of the inner products over the squared norm, which is 1 on average. 16 times it is a
-chi-squared with 16 degrees of freedom: the probability that it is above 16 x 64 is below 1e-200."""
+"""Largest accepted ratio of the 16 inner products' mean square to the squared norm. The ratio's mean is 1. 16 times the
+ratio is chi-squared with 16 degrees of freedom, and above 16 x 64 with a probability below 1e-200."""
 NAME = re.compile(r"(input|forward|backward|gradient|update) [\w.]{1,200}( \w{1,40})?", re.ASCII)
 Dtype = Literal["float64", "float32", "bfloat16", "float16", "float8", "int8", "int4"]
 Name, Number = Annotated[str, Field(pattern="^[A-Za-z][A-Za-z0-9_ -]{0,39}$")], Annotated[float, Field(ge=1, le=2**53)]
 
 
 class Description(Record):
-    """Describes the run of a fingerprint, as far as a comparison needs it."""
+    """Describes the run of a fingerprint: its step, types and counts, which a comparison needs."""
 
     step: Int63
     compute_dtype: Dtype
-    """The type in which matrix products are computed."""
+    """Type in which matrix products are computed."""
     weights_dtype: Dtype
     state_dtype: Dtype
-    """The type of the optimizer states."""
+    """Type of the optimizer states."""
     counts: Annotated[dict[Name, Number], Field(max_length=40)]
-    """Numbers that a wrong layout could multiply gradients by: degrees, and numbers of tokens."""
+    """Numbers by which a wrong layout could multiply gradients: degrees of parallelism, and numbers of tokens."""
 
 
 def write(folder: Path, description: Description, fingerprints: Mapping[str, Tensor]) -> None:
-    """Write the file of a step atomically. `folder` is the run's."""
     metadata = {KEY: description.model_dump_json()}
     tensors = {name: tensor.cpu() for name, tensor in fingerprints.items()}
     path = _path(folder, description.step)
@@ -60,15 +59,13 @@ def write(folder: Path, description: Description, fingerprints: Mapping[str, Ten
 
 
 def steps_of(folder: Path) -> list[int]:
-    """Return the steps whose fingerprints are in a run's folder, ascending."""
     name = re.compile(r"step-(0|[1-9][0-9]{0,17})\.safetensors")
     names = (name.fullmatch(path.name) for path in (folder / FOLDER).glob("step-*"))
     return sorted(int(name[1]) for name in names if name)
 
 
 def read(folder: Path, step: int) -> tuple[Description, dict[str, Tensor]]:
-    """Return the description and the fingerprints of a step of a run. Raises ConfigError if the file cannot be read, or
-    is no file of fingerprints."""
+    """Return the description and fingerprints of a step. Raises ConfigError if the file is unreadable or damaged."""
     path, fingerprints = _path(folder, step), {}
     try:
         content = read_file(path, LARGEST_FILE)
@@ -86,7 +83,7 @@ def read(folder: Path, step: int) -> tuple[Description, dict[str, Tensor]]:
     for name, tensor in tensors:
         if NAME.fullmatch(name) and (tensor["dtype"], tensor["shape"]) == ("F64", [SIZE]):
             fingerprints[name] = own = torch.frombuffer(tensor["data"], dtype=torch.float64)
-            if not (own[0] < 0 or own[1:].square().mean() > LARGEST_SQUARE * own[0]):  # they may be NaN
+            if not (own[0] < 0 or own[1:].square().mean() > LARGEST_SQUARE * own[0]):  # true for NaN
                 continue
         expected = f"expected a phase, the name of a tensor, and {SIZE} float64 numbers: squared norm, inner products"
         raise ConfigError([f"{path}: {show(name[:80])}: {expected}"])

@@ -1,4 +1,4 @@
-"""Record fingerprints of a run's steps. No tensor is gathered, and no number of the training changes."""
+"""Record fingerprints of a run's steps, without gathering a tensor or changing a number of the training."""
 
 import functools
 from collections import Counter
@@ -23,13 +23,12 @@ from titanlite.techniques.fingerprints.sketch import SIZE, fingerprint, rows_of_
 from titanlite.train_step import Observer, TrainStep
 
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-"""The states of all optimizers that have the shape of a parameter."""
+"""Names of the optimizer states that have the shape of their parameter."""
 AXES = "data", "context", "tensor"
 
 
 class Place:
-    """Maps the rows of this rank's activations to tokens of the global batch. `shard`: this rank's tokens of each
-    sequence; `degree`: the degree of data parallelism."""
+    """Maps rows of this rank's activations to tokens of the global batch. `degree`: the degree of data parallelism."""
 
     def __init__(self, layout: Layout, shard: SequenceShard, seq_len: int, degree: int):
         self.data_rank, self.degree, self.seq_len = layout.data_rank, degree, seq_len
@@ -37,10 +36,9 @@ class Place:
         self.positions = torch.from_numpy(np.arange(seq_len)[shard.own])
 
     def rows(self, n_rows: int, call: int, *, sequence_parallel: bool = True) -> Tensor:
-        """Return the global index of each row of an activation, [n_rows] int64: the index of its sequence in the global
-        batch times the length of a sequence, plus its position. `call`: the number of this forward of the module in the
-        step; all forwards have equally many sequences. `sequence_parallel`: tensor-parallel ranks have shards of the
-        rows."""
+        """Return the global index of each row of an activation, [n_rows] int64: the row's sequence in the global batch
+        times the sequence length, plus the row's position. `call`: how many forwards of the module, each with the same
+        number of sequences, came before in the step. `sequence_parallel`: tensor parallel shards the rows."""
         n_shards = self.tensor_degree if sequence_parallel else 1
         n_tokens, first = len(self.positions), self.tensor_rank * n_rows if sequence_parallel else 0
         token = torch.arange(first, first + n_rows)
@@ -49,10 +47,9 @@ class Place:
 
 
 class Fingerprints(Observer):
-    """Writes the fingerprints of every `freq`-th step, and of the first one. Every rank must make the same calls. It
-    has to be the first observer, since a later one may run the forward and backward again. `full_model`, on the meta
-    device, has the names of all stages; `shard` says which tokens of each sequence this rank has; `guard` has the loss
-    scale of a step."""
+    """Writes the fingerprints of step 1 and of every debug.fingerprint_freq-th step. Every rank must make the same
+    calls. Fingerprints must be the first observer, because later observers may run the forward and backward again.
+    `full_model` is all stages on the meta device; `shard`: the tokens of each sequence that this rank has."""
 
     def __init__(
         self,
@@ -89,8 +86,8 @@ class Fingerprints(Observer):
         )
         self._entries, self._entries_of_update = entries(full_model)
         self._names = {parameter: name for name, parameter in train_step.model.named_parameters()}
-        self._own: dict[str, Tensor] = {}  # this rank's contributions to the fingerprints of the step
-        self._full: dict[str, Tensor] = {}  # the fingerprints of the step that are summed over the ranks
+        self._own: dict[str, Tensor] = {}  # this rank's addends to the fingerprints of the step
+        self._full: dict[str, Tensor] = {}  # the step's fingerprints, summed over all ranks
         self._is_active = self._awaits_update = False
         self._updated_step: int | None = None  # the step whose update is in `_full`
         self._calls, self._seen = Counter[str](), set[tuple[str, int]]()
@@ -102,7 +99,7 @@ class Fingerprints(Observer):
         optimizer.register_step_post_hook(lambda *_: self._see_update())
 
     def before_backward(self, step: int) -> None:
-        """Begin a step: if it is due, record the weights and the optimizer states."""
+        """Record the weights and the optimizer states, if the step's fingerprints are due."""
         self._is_active = step % self.freq == 0 or step == 1
         if not self._is_active:
             return
@@ -113,18 +110,18 @@ class Fingerprints(Observer):
             self._full = {}
             self._add_weights_and_states("input")
         tensors = named_tensors(self.train_step.model)
-        for name in tensors.keys() - self._names.values():  # the routers' buffers, which change after the update
+        for name in tensors.keys() - self._names.values():  # remaining: routers' buffers, which change after the update
             self._add_tensor("input", name, tensors[name])
 
     def after_backward(self, step: int, batches: list[Batch], loss_sum: Tensor, *, is_test: bool) -> None:
-        """Write the fingerprints of a step's input, activations, gradients and loss, if it is due."""
+        """Write the fingerprints of the step's input, activations, gradients and loss, if they are due."""
         is_due, self._is_active = self._is_active and not is_test, False
         if not is_due:
             return
         for parameter, name in self._names.items():
             if parameter.grad is not None:
                 self._add_tensor("gradient", name, parameter.grad)
-        contributes = self.train_step.contributes_loss  # one of the ranks that have the same tokens does
+        contributes = self.train_step.contributes_loss  # true on one of the ranks with the same tokens
         for call, batch in enumerate(batches):
             rows = self.place.rows(batch.tokens.numel(), call, sequence_parallel=False)
             for name, column in (("tokens", batch.tokens), ("targets", batch.targets)):
@@ -141,7 +138,6 @@ class Fingerprints(Observer):
         self._awaits_update = True
 
     def _see_output(self, name: str, module: nn.Module, _: Any, output: Tensor) -> None:
-        """Record the output of a module and, in the backward, its gradient."""
         if not self._is_active:
             return
         call, own = self._calls[name], local_shard(output.detach())
@@ -152,15 +148,14 @@ class Fingerprints(Observer):
             output.register_hook(functools.partial(self._see_gradient, name, call, rows))
 
     def _see_gradient(self, name: str, call: int, rows: Tensor, gradient: Tensor) -> None:
-        """Record the gradient of an output, once: a split backward may call this twice."""
+        """Record the gradient of a module's output once, although a split backward may call this hook twice."""
         if self._is_active and (name, call) not in self._seen:
             self._seen.add((name, call))
             own = fingerprint(name, local_shard(gradient), rows)
             self._add(f"backward {name}", scaled(own, 1 / self.guard.loss_scale))
 
     def _see_update(self) -> None:
-        """Write the step's file again, with the weights and optimizer states after the update. A float64 update that is
-        not taken does not call this."""
+        """Write the step's file again, with the weights and optimizer states after the update."""
         if not self._awaits_update:
             return
         self._awaits_update, self._own = False, {}
@@ -180,7 +175,7 @@ class Fingerprints(Observer):
     def _add_tensor(self, phase: str, name: str, tensor: Tensor) -> None:
         offset, size = shard_slice(tensor)
         rows = rows_of_slice(offset, size, tensor.shape)
-        matrix = local_shard(tensor.detach()).reshape(len(rows), size[-1])  # a shard may have no rows
+        matrix = local_shard(tensor.detach()).reshape(len(rows), size[-1])  # an empty shard has 0 rows
         coverage = matrix.numel() / tensor.numel()
         self._add(f"{phase} {name}", fingerprint(name, matrix, rows, offset[-1]), coverage)
 
@@ -189,14 +184,12 @@ class Fingerprints(Observer):
         self._own[entry] = self._own[entry] + own if entry in self._own else own
 
     def _summed(self, names: list[str]) -> dict[str, Tensor]:
-        """Return the sum over all ranks of each entry that some rank has added. If n ranks have a tensor, its sum is
-        divided by n. This n follows from the number of elements that ranks really have, and not from what the layout
-        says."""
+        """Return the sum of each entry over all ranks, divided by the number of replicas (the sum of coverages)."""
         none = torch.zeros(SIZE + 1, dtype=torch.float64, device=self.train_step.device)
         sums, added = torch.stack([self._own.get(name, none) for name in names]), torch.zeros(len(names))
         dist.all_reduce(sums)
         added[[index for index, name in enumerate(names) if name in self._own]] = 1
-        dist.all_reduce(added)  # summed in host memory, where the names are
+        dist.all_reduce(added)
         sums = sums[:, :-1] / sums[:, -1:].where(sums[:, -1:] > 0, 1)
         return {name: own for name, own, n in zip(names, sums, added.tolist(), strict=True) if n}
 
@@ -206,8 +199,7 @@ class Fingerprints(Observer):
 
 
 def entries(full_model: Llama) -> tuple[list[str], list[str]]:
-    """Return the names that the fingerprints of a step may have: those before the update, and those of the update. They
-    are the same on all ranks."""
+    """Return the names of a step's possible fingerprints, before and after the update, which all ranks agree on."""
     tensors, parameters = [*named_tensors(full_model)], [name for name, _ in full_model.named_parameters()]
     modules = ["tok_embeddings", *(f"layers.{number}" for number in full_model.layers), "norm"]
     states = [f"{name} {key}" for name in parameters for key in STATES]

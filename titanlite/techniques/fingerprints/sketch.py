@@ -1,14 +1,11 @@
 """The fingerprint of a tensor: its squared norm, and its inner products with random vectors of +1 and -1.
 
-The signs are a hash of (name, global index). So each rank computes the fingerprint of its own slice, whatever that is,
-and their sum over ranks is the fingerprint of the full tensor. The inner products of the difference of two tensors are
-the differences of their inner products; their mean square is, on average, the squared distance of the tensors (Johnson
-and Lindenstrauss 1984; signs: Achlioptas 2003).
+The signs are a hash of (name, global index), so each rank computes the fingerprint of its own slice, and the sum over
+ranks is the fingerprint of the full tensor. The mean square of the differences of two tensors' inner products is, on
+average, the squared distance of the tensors (Johnson and Lindenstrauss 1984; signs: Achlioptas 2003).
 
-In vector k (1 .. 16), element (r, c) of a matrix has the sign a[k, r] * b[k, c] * s[r, c]; a, b and s are hashes. s
-makes the signs within a vector independent; a and b make those of two vectors uncorrelated for each pair of elements.
-So the mean has the variance of 16 independent vectors. Yet only s is computed for each element: a and b enter as
-products with matrices of 16 columns.
+In vector k (1 .. 16), element (r, c) of a matrix has the sign a[k, r] * b[k, c] * s[r, c], where a, b and s are hashes.
+s makes the signs within a vector independent; a and b, which are cheap, make the signs of two vectors uncorrelated.
 """
 
 import math
@@ -20,13 +17,13 @@ from torch import Tensor
 from titanlite.init import parameter_seed
 
 N_PRODUCTS = 16
-"""Inner products per fingerprint. The estimate of a distance has a relative standard deviation of about 0.18."""
+"""Inner products per fingerprint. 16 estimate a distance with a relative standard deviation of about 0.18."""
 SIZE = 1 + N_PRODUCTS
-"""Numbers per fingerprint: the squared norm, and the inner products."""
+"""Numbers per fingerprint: one squared norm, and the inner products."""
 CHUNK_ELEMENTS = {"cpu": 2**16, "cuda": 2**24}
-"""Elements whose signs are in memory at a time: on a CPU, as many as its cache holds."""
+"""Number of elements whose signs are in memory at a time, by device; on a CPU, the signs fit into the cache."""
 GOLDEN = -7046029254386353131
-"""2**64 over the golden ratio, as an int64: multiples of it are spread evenly (Knuth, volume 3, section 6.4)."""
+"""2**64 over the golden ratio, as an int64, whose multiples are spread evenly (Knuth, volume 3, section 6.4)."""
 FACTORS = -4658895280553007687, -7723592293110705685
 """Multipliers of the finalizer of SplitMix64 (Steele, Lea and Flood 2014), as int64."""
 SIGN_BIT = -(2**63)
@@ -37,8 +34,8 @@ def fingerprint(name: str, matrix: Tensor, rows: Tensor, first_column: int = 0) 
     """Return the fingerprint of a slice of a tensor, [SIZE] in float64 on the slice's device.
 
     Args:
-        name: seeds the signs.
-        matrix: [R, C], of any floating-point or integer type.
+        name: the tensor's name, which seeds the signs.
+        matrix: the slice as [R, C], of any floating-point or integer type.
         rows: [R] int64, the global index of each row.
         first_column: global index of the first column.
     """
@@ -48,7 +45,7 @@ def fingerprint(name: str, matrix: Tensor, rows: Tensor, first_column: int = 0) 
     column_signs, total = _signs(column_hashes), torch.zeros(SIZE, dtype=torch.float64, device=device)
     n_rows = max(CHUNK_ELEMENTS[device.type] // max(matrix.shape[1], 1), 1)
     for chunk, hashes in zip(matrix.split(n_rows), row_hashes.split(n_rows), strict=True):
-        # The highest bit of a product of two odd numbers is the sign s.
+        # The sign s is the highest bit of the product of an odd row hash and an odd column hash.
         signs = ((hashes | 1)[:, None] * (column_hashes | 1)).bitwise_and_(SIGN_BIT)
         signed = signs.bitwise_xor_(chunk.to(torch.float64).view(torch.int64)).view(torch.float64)
         total[0] += signed.square().sum()
@@ -57,7 +54,7 @@ def fingerprint(name: str, matrix: Tensor, rows: Tensor, first_column: int = 0) 
 
 
 def rows_of_slice(offset: Sequence[int], size: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """Return the global index of each row of a slice of a tensor of this shape, whose last dimension is the columns."""
+    """Return the global index of each row of a slice of a tensor. The last of a tensor's dimensions is its columns."""
     rows = torch.zeros(1, dtype=torch.int64)
     for first, n, n_full in zip(offset[:-1], size[:-1], shape[:-1], strict=True):
         rows = (rows[:, None] * n_full + torch.arange(first, first + n)).flatten()
@@ -65,14 +62,12 @@ def rows_of_slice(offset: Sequence[int], size: Sequence[int], shape: Sequence[in
 
 
 def scaled(own: Tensor, factor: Tensor | float) -> Tensor:
-    """Return the fingerprint of a tensor multiplied by a factor."""
     return torch.cat([own[:1] * factor * factor, own[1:] * factor])
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """Return an estimate of the relative distance of two tensors from their fingerprints: the norm of the difference
-    over the larger norm. It is at least the difference of the norms, which is exact, over the larger norm. 0 if both
-    are zero; infinite if a number of either is not finite."""
+    """Estimate from fingerprints the relative distance of two tensors, the norm of their difference over the larger
+    norm. Returns 0 if both tensors are zero, and infinity if a number of a fingerprint is not finite."""
     if not (a.isfinite().all() and b.isfinite().all()):
         return math.inf
     smaller, larger = sorted(fingerprint[0].item() ** 0.5 for fingerprint in (a, b))
@@ -80,7 +75,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def _hash(indices: Tensor, seed: int) -> Tensor:
-    """Return a hash of each index, int64. Products wrap around on overflow."""
+    """Return an int64 hash of each index. int64 products wrap around on overflow."""
     x = indices * GOLDEN + (seed - 2**62)
     for factor in FACTORS:
         x = (x ^ (x >> 31)) * factor

@@ -1,8 +1,8 @@
 """Balance the load of experts, by a bias on each expert's score (auxiliary-loss-free, arXiv:2408.15664), by auxiliary
-losses, or by both. The load is that of the global batch, so that no layout changes the result.
+losses, or by both.
 
-Routers record the load in the backward (router.py). After each optimizer step the records of all ranks and gradient
-accumulation steps are summed. The routers of the next step use the sums, to choose experts and to weight the losses.
+Routers record the load in the backward (router.py). After each optimizer step, LoadBalance sums the records of all
+ranks, by which routers choose experts and weight losses in the next step.
 
 Shapes: L layers of the full model, E experts.
 """
@@ -20,9 +20,7 @@ from titanlite.techniques.moe.router import Router
 
 class LoadBalance:
     """Balances the load of the experts of a model or of a rank's pipeline stages. Every rank must make the same calls.
-
-    `tokens_per_step`: the tokens of the global batch.
-    """
+    `tokens_per_step` is the number of tokens of the global batch."""
 
     def __init__(self, model: nn.Module, section: Model, *, tokens_per_step: int, device: torch.device):
         self.moe, self.tokens_per_step = section.moe, tokens_per_step
@@ -37,14 +35,13 @@ class LoadBalance:
         self.records = torch.zeros(len(self.layers), 2 * self.moe.n_experts + 1, dtype=torch.float64, device=device)
 
     def begin_step(self, loss_scale: float) -> None:
-        """Reset the routers' records. The backward passes of this step multiply losses by `loss_scale`."""
+        """Reset the routers' records. `loss_scale` multiplies auxiliary losses in the backward passes of the step."""
         for router in self.routers.values():
             router.record.zero_()
             router.loss_scale = loss_scale
 
     def update(self, taken: Tensor, *, all_reduce: bool = True) -> None:
-        """Adjust the routers by the load of the last step. `taken`, a scalar on the device, says whether the optimizer
-        took that step."""
+        """Adjust the routers by the load of the last step. `taken`: a scalar, whether the optimizer took the step."""
         self.records.zero_()
         for index, router in self.routers.items():
             self.records[index] = router.record
@@ -56,12 +53,12 @@ class LoadBalance:
             load_E = loads[index]
             router.load.copy_(load_E.where(taken, router.load))
             if router.balance_bias is not None:
-                below_E = (load_E.sum() - n_experts * load_E).sign()  # integers: no rounding decides the sign
+                below_E = (load_E.sum() - n_experts * load_E).sign()  # integers: rounding cannot change the sign
                 router.balance_bias += self.moe.balance_bias_rate * below_E * taken
 
     def metrics(self) -> dict[str, Any]:
-        """Return values of the last step by tag. Loads are relative to the mean over a layer's experts. The loads of
-        all experts of all layers are one tensor, for a histogram."""
+        """Return the last step's metrics by tag. moe/tokens_per_expert, for a histogram, is a tensor of the loads of
+        all layers' experts. Loads are relative to the mean over a layer's experts."""
         n_experts, records = self.moe.n_experts, self.records.cpu()
         loads_LE, scores_LE, z_L = records[:, :n_experts], records[:, n_experts:-1], records[:, -1]
         shares_LE = loads_LE / loads_LE.sum(1, keepdim=True)

@@ -19,8 +19,8 @@ from titanlite.torch_workarounds import gather_with
 def shard_block_with_experts(
     block: nn.Module, layout: Layout, training: Training, **settings: Any
 ) -> dict[nn.Module, DeviceMesh]:
-    """Shard a block, and return its inner FSDP units with their meshes. Under expert parallel, experts are sharded over
-    efsdp. Mixed precision does not round the weight of a router."""
+    """Shard a block by FSDP, and return the block's inner FSDP units with their meshes. Under expert parallel, experts
+    are sharded over efsdp. Mixed precision does not round the weight of a router."""
     modules, units = dict(block.feed_forward.named_children()), {}
     settings["shard_placement_fn"] = functools.partial(_dimension_of_experts, layout.mesh["fsdp"].size())
     if "experts" in modules and layout.expert_mesh:
@@ -38,8 +38,7 @@ def shard_block_with_experts(
 
 
 def _dimension_of_experts(n_ranks: int, parameter: nn.Parameter) -> Shard | None:
-    """Return another dimension to shard stacked experts by, if their number does not divide by the ranks. None: shard
-    the first dimension, as for every matrix."""
+    """Return a dimension other than the first to shard stacked experts by, if `n_ranks` divides only that one."""
     if parameter.dim() < 3:
         return None
     sharded = [placement.dim for placement in getattr(parameter, "placements", ()) if placement.is_shard()]

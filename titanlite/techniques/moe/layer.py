@@ -1,7 +1,6 @@
 """A mixture of experts: a router sends each token to a few of many feed-forward layers (arXiv:1701.06538).
 
-Token choice without dropped tokens: the pairs of a token and one of its experts are sorted by expert, so that each
-expert sees its tokens as neighbouring rows, however many they are.
+No tokens are dropped: the tokens of an expert are consecutive rows, of which an expert can have any number.
 
 Shapes: N tokens, D model width, E experts, F width of an expert, K experts per token, M = N x K pairs.
 """
@@ -19,8 +18,8 @@ from titanlite.techniques.moe.operators import Operators
 from titanlite.techniques.moe.router import Router
 
 GROUPED_MM_DTYPES = {"cpu": (torch.bfloat16, torch.float32), "cuda": (torch.bfloat16,)}
-"""Data types in which torch's grouped_mm multiplies the rows of all experts in one call, by device. Other types, and
-rows whose bytes are no multiple of 16, take one product per expert."""
+"""Data types, by device, in which torch's grouped_mm multiplies the rows of all experts in one call. Other types, and
+rows whose bytes are no multiple of ROW_BYTES, take one product per expert."""
 ROW_BYTES = 16
 
 
@@ -35,7 +34,7 @@ class MixtureOfExperts(nn.Module):
         self.shared = FeedForward(model.dim, n_shared * model.expert_dim) if n_shared else None
 
     def forward(self, x_ND: Tensor) -> Tensor:
-        """Return [N, D]."""
+        """Return the sum of the experts' weighted outputs for each token, [N, D]."""
         operators = self.experts.operators
         scores_NK, experts_NK, counts_E = self.router(x_ND)
         order_M = order_by_expert(self.sort_key(experts_NK).flatten(), self.router.n_experts)
@@ -48,21 +47,20 @@ class MixtureOfExperts(nn.Module):
         return out_ND if shared_ND is None else out_ND + shared_ND
 
     def sort_key(self, experts_NK: Tensor) -> Tensor:
-        """Return the numbers by which rows are sorted; expert parallel replaces this method."""
+        """Return the numbers by which rows are sorted. Expert parallel replaces `sort_key`."""
         return experts_NK
 
     def compute(self, x_MD: Tensor, scores_M: Tensor, counts_E: Tensor) -> Tensor:
-        """Return each row's expert output times its score, [M, D]; expert parallel replaces this method."""
+        """Return each row's expert output times the row's score, [M, D]. Expert parallel replaces `compute`."""
         return self.experts(x_MD, scores_M, counts_E)
 
     def compile_operators(self, backend: str) -> None:
-        """Compile the operators between the products. The mixture as a whole cannot be compiled, since its numbers of
-        rows are known on the device only."""
+        """Compile the operators between the matrix products. A mixture's other tensors have data-dependent sizes."""
         self.experts.operators = operators.compiled(backend)
 
 
 class Experts(nn.Module):
-    """Holds E feed-forward layers (SwiGLU): each weight of all E is one stacked parameter, and so is each bias."""
+    """Holds E feed-forward layers (SwiGLU). One parameter stacks a weight, or a bias, of all E experts."""
 
     def __init__(self, model: Model):
         super().__init__()
@@ -78,13 +76,12 @@ class Experts(nn.Module):
         self.clamp = (model.moe.swiglu_limit, model.moe.swiglu_alpha) if model.moe.swiglu_limit else ()
 
     def weights(self) -> list[Tensor]:
-        """Return w1, w2, w3 and any biases, as plain tensors to compute with; parallelism replaces this method by one
-        that returns local shards."""
+        """Return w1, w2, w3 and any biases as plain tensors. Parallelism replaces `weights`, to return local shards."""
         return list(self.parameters())
 
     def forward(self, x_MD: Tensor, scores_M: Tensor, counts_E: Tensor) -> Tensor:
-        """Return [M, D]. The first counts_E[0] rows are of expert 0, and so on. A row is multiplied by its score where
-        it is narrowest, before w2."""
+        """Return the rows' outputs times their scores, [M, D]. The first counts_E[0] rows belong to expert 0, the next
+        counts_E[1] rows to expert 1, and so on. Scores multiply the input of w2."""
         w1, w2, w3, *biases = self.weights()
         product = _grouped_product(x_MD, w1, counts_E)
         gate_MF, up_MF = product(x_MD, w1), product(x_MD, w3)
@@ -92,13 +89,13 @@ class Experts(nn.Module):
             return product(_SwiGLU.apply(gate_MF, up_MF, scores_M, self.operators, self.clamp), w2)
         numbers_E = torch.arange(len(counts_E), device=counts_E.device)
         expert_M = numbers_E.repeat_interleave(counts_E, output_size=len(x_MD))
-        of_gate, of_out, of_up = (F.embedding(expert_M, bias) for bias in biases)  # the backward has a fixed order
+        of_gate, of_out, of_up = (F.embedding(expert_M, bias) for bias in biases)  # fixed order of sums in the backward
         hidden_MF = _SwiGLU.apply(gate_MF + of_gate, up_MF + of_up, scores_M, self.operators, self.clamp)
         return product(hidden_MF, w2) + of_out * scores_M.to(of_out.dtype).unsqueeze(1)
 
 
 def _grouped_product(x_MD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Any:
-    """Return a function that multiplies rows by the weights of their experts, [E, outputs, inputs]."""
+    """Return a function that multiplies each row by the weight of the row's expert, [E, outputs, inputs]."""
     sides = weight_EFD.shape[1:]
     fits = all(side * x_MD.element_size() % ROW_BYTES == 0 for side in sides)
     if fits and x_MD.dtype in GROUPED_MM_DTYPES.get(x_MD.device.type, ()):
@@ -109,8 +106,7 @@ def _grouped_product(x_MD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Any:
 
 
 class _Spread(torch.autograd.Function):
-    """Copies each token to the rows of its experts. The backward sums a token's rows in a fixed order; the backward of
-    indexing does not on CUDA."""
+    """Copies each token to its experts' rows. The backward sums in a fixed order, unlike indexing's on CUDA."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, order_M: Tensor, row_M: Tensor, operators: Operators) -> Tensor:
@@ -126,8 +122,6 @@ class _Spread(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """Sums the rows of each token's experts."""
-
     @staticmethod
     def forward(ctx: Any, y_MD: Tensor, row_NK: Tensor, kept: Tensor, operators: Operators) -> Tensor:
         ctx.keeper, ctx.n_per_token, ctx.operators = kept.grad_fn, row_NK.shape[1], operators
@@ -155,18 +149,16 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def order_by_expert(experts_M: Tensor, n_experts: int) -> Tensor:
-    """Return the permutation that stably sorts rows by their experts. CUDA sorts keys of 8 bits in one pass, and keys
-    of 64 bits in eight."""
+    """Return the permutation that stably sorts rows by expert. Keys are narrow, because CUDA sorts 8 bits per pass."""
     return experts_M.to(torch.uint8 if n_experts <= 256 else torch.int16).argsort(stable=True)
 
 
 def inverse(order_M: Tensor) -> Tensor:
-    """Return the inverse of a permutation."""
     return torch.empty_like(order_M).scatter_(0, order_M, torch.arange(len(order_M), device=order_M.device))
 
 
 class _Permute(torch.autograd.Function):
-    """Sorts the scores of all pairs into the order of their rows."""
+    """Sorts the scores of all pairs of token and expert into the order of the experts' rows."""
 
     @staticmethod
     def forward(ctx: Any, scores_M: Tensor, order_M: Tensor, row_M: Tensor) -> Tensor:
@@ -180,9 +172,9 @@ class _Permute(torch.autograd.Function):
 
 
 class Keep(torch.autograd.Function):
-    """Saves tensors for the backward of a later function, which takes this result as an input and saves none itself.
-    Activation checkpointing recomputes until it has all that was saved, so it does not recompute the later function.
-    The tensors are the result's `grad_fn.saved_tensors`. `anchor` is any tensor that requires a gradient."""
+    """Saves tensors for the backward of a later function, which takes the result of Keep as an input and saves nothing.
+    Activation checkpointing recomputes only until all saved tensors exist again, and so omits the later function. The
+    result's `grad_fn.saved_tensors` are the tensors. `anchor` is any tensor that requires a gradient."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:

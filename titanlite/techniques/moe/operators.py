@@ -1,7 +1,6 @@
-"""Memory-bound operators of a mixture of experts: eager, or each compiled to one kernel that reads its inputs once.
+"""Memory-bound operators of a mixture of experts: eager, or compiled, each to one kernel that reads its inputs once.
 
-Shapes: N tokens, D model width, K experts per token, M = N x K pairs of a token and one of its experts, R rows of
-experts, F width of an expert.
+Shapes: N tokens, D model width, K experts per token, M = N x K pairs, R rows of experts, F width of an expert.
 """
 
 import functools
@@ -14,18 +13,18 @@ from torch import Tensor
 
 
 def spread(x_ND: Tensor, order_M: Tensor, n_per_token: int) -> Tensor:
-    """Copy each token to the rows of its experts, [M, D]. `order_M` has the pair of each row."""
+    """Copy each token to the rows of its experts, [M, D]. `order_M` has the number of each row's pair."""
     return x_ND[order_M // n_per_token]
 
 
 def collect(y_MD: Tensor, row_NK: Tensor) -> Tensor:
-    """Sum the rows of each token's experts, [N, D]. `row_NK` has the row of each pair."""
+    """Sum the rows of each token's experts, [N, D]. `row_NK` has the row number of each pair."""
     return y_MD[row_NK].sum(1)
 
 
 def swiglu(gate_RF: Tensor, up_RF: Tensor, scores_R: Tensor, limit: float = 0.0, alpha: float = 1.0) -> Tensor:
-    """Return silu(gate) x up x score, [R, F]. With a limit (gpt-oss, arXiv:2508.10925), gates are clamped to at most
-    the limit and ups to +-limit, and the result is gate x sigmoid(alpha x gate) x (up + 1) x score."""
+    """Return silu(gate) x up x score, [R, F]. If `limit` is not 0 (gpt-oss, arXiv:2508.10925), gates are clamped to at
+    most `limit` and ups to +-limit, and the result is gate x sigmoid(alpha x gate) x (up + 1) x score."""
     if limit:
         gate_RF, up_RF = gate_RF.clamp(max=limit), up_RF.clamp(-limit, limit) + 1
         return gate_RF * (alpha * gate_RF).sigmoid() * up_RF * scores_R.to(gate_RF.dtype).unsqueeze(1)
@@ -35,7 +34,7 @@ def swiglu(gate_RF: Tensor, up_RF: Tensor, scores_R: Tensor, limit: float = 0.0,
 def swiglu_backward(
     gradient_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, scores_R: Tensor, limit: float = 0.0, alpha: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of gate, up and scores, and what `swiglu` returned."""
+    """Return the gradients of gate, up and scores, and the output of `swiglu`, computed again."""
     if limit:
         return _clamped_backward(gradient_RF, gate_RF, up_RF, scores_R, limit, alpha)
     silu_RF, weighted_RF = F.silu(gate_RF), gradient_RF * scores_R.to(gate_RF.dtype).unsqueeze(1)
@@ -59,7 +58,7 @@ def _clamped_backward(
 
 
 class Operators(NamedTuple):
-    """The functions of this module, or operators of the same names and arguments."""
+    """The functions spread, collect, swiglu and swiglu_backward of this file, eager or compiled."""
 
     spread: Callable[..., Tensor]
     collect: Callable[..., Tensor]
@@ -72,8 +71,7 @@ EAGER = Operators(spread, collect, swiglu, swiglu_backward)
 
 @functools.cache
 def compiled(backend: str) -> Operators:
-    """Return the operators titanlite::spread_BACKEND, ..., whose implementations are compiled at their first call. They
-    are custom operators, since selective AC observes operators and torch.compile leaves a function eager under that."""
+    """Return compiled custom operators. Under selective AC, torch.compile would leave plain functions eager."""
     return Operators(*(_compiled_operator(function, backend) for function in EAGER))
 
 
@@ -84,7 +82,7 @@ def _compiled_operator(function: Callable[..., Any], backend: str) -> Any:
     def run(*args: Any) -> Any:
         for arg in args:
             if isinstance(arg, Tensor):
-                torch._dynamo.maybe_mark_dynamic(arg, 0)  # the numbers of rows change with each call
+                torch._dynamo.maybe_mark_dynamic(arg, 0)  # the number of rows differs between calls
         return implementation(*args)
 
     operator = torch.library.custom_op(f"titanlite::{function.__name__}_{backend}", run, mutates_args=())

@@ -1,9 +1,9 @@
-"""Expert parallel (EP, GShard, arXiv:2006.16668): ranks have different experts and send each other tokens.
+"""Expert parallel (EP, GShard, arXiv:2006.16668): each rank has some of the experts, and ranks exchange tokens.
 
-The ranks of an expert-parallel group are neighbours among the ranks that shard a layer: fsdp x tp = efsdp x ep.
+An EP group consists of consecutive ranks among those that shard a layer: fsdp x tp = efsdp x ep.
 
     with EP       Each rank routes its own tokens (under tensor parallel, its shard of the sequence). Experts are
-                  sharded over ep, and FSDP shards each over efsdp. Router and shared experts are on every rank.
+                  sharded over ep, and FSDP shards each over efsdp. Router and shared experts are replicated over tp.
     without EP    Under tensor parallel the sequence is gathered, each rank has a shard of the channels of every expert,
                   routed or shared, and the outputs are summed over ranks and scattered over the sequence.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives  # registers the operators
+import torch.distributed._functional_collectives  # this import registers torch.ops._c10d_functional
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,14 +25,14 @@ from titanlite.techniques.moe.fsdp import shard_block_with_experts
 from titanlite.techniques.moe.layer import Experts, Keep, MixtureOfExperts, order_by_expert
 from titanlite.techniques.moe.operators import Operators
 
-SEQUENCE = Shard(0)  # activations [N, D]: each rank has a shard of the tokens
+SEQUENCE = Shard(0)  # placement of activations [N, D] whose tokens are sharded over the tensor-parallel ranks
 
 
 class ShardableMixture(MixtureOfExperts):
     fully_shard_block = staticmethod(shard_block_with_experts)
 
     def shard_weights(self, tensor: DeviceMesh | None, expert: DeviceMesh | None) -> None:
-        """See parallel/own_rules.py: without EP, experts are sharded over `tensor`."""
+        """Shard experts over `expert`, or without EP over `tensor`. parallel/own_rules.py defines the method."""
         if not (tensor or expert):
             return
         experts = self.experts
@@ -41,7 +41,7 @@ class ShardableMixture(MixtureOfExperts):
         placements = {"w1": outputs, "w2": inputs, "w3": outputs, **of_bias}
         for name, _ in list(experts.named_parameters()):
             _distribute(experts, name, expert or tensor, placements[name])
-        is_first = expert is not None or tensor.get_local_rank() == 0  # one of the ranks whose outputs are summed
+        is_first = expert is not None or tensor.get_local_rank() == 0  # one rank of each sum adds the bias
         experts.weights = functools.partial(_local_weights, experts, is_first)
         if expert:
             self.sort_key = functools.partial(_by_local_expert, expert.size(), self.router.n_experts)
@@ -54,7 +54,7 @@ class ShardableMixture(MixtureOfExperts):
                 placement = Shard(1 if name == "w2" else 0)
                 _distribute(layer, "weight", tensor, Replicate() if expert else placement)
                 layer.forward = functools.partial(_local_linear, layer)
-            self.router.contributes = is_first  # each rank routes all tokens without EP
+            self.router.contributes = is_first  # without EP all ranks route the same tokens: one records the load
             self.forward = functools.partial(_on_own_tokens if expert else _on_all_tokens, self.forward, tensor)
 
 
@@ -71,7 +71,7 @@ def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Place
 
 
 def local_weight(weight: DTensor) -> Tensor:
-    """Return this rank's shard of a weight. The gradient of a replicated weight is summed over the ranks."""
+    """Return this rank's shard of a weight. The backward sums the gradient of a replicated weight over the ranks."""
     return weight.to_local(grad_placements=[Partial() if p.is_replicate() else p for p in weight.placements])
 
 
@@ -80,7 +80,7 @@ def _on_own_tokens(forward: Callable[[Tensor], Tensor], mesh: DeviceMesh, x_ND: 
 
 
 def _on_all_tokens(forward: Callable[[Tensor], Tensor], mesh: DeviceMesh, x_ND: Tensor) -> Tensor:
-    """Gather the sequence, and scatter the sum of the outputs over ranks. The backward does the same to gradients."""
+    """Gather the sequence, compute `forward`, and reduce-scatter the output; in the backward, also the gradients."""
     gathered_ND = x_ND.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
     return DTensor.from_local(forward(gathered_ND), mesh, [Partial()]).redistribute(placements=[SEQUENCE]).to_local()
 
@@ -90,15 +90,14 @@ def _local_linear(layer: nn.Linear, x_ND: Tensor) -> Tensor:
 
 
 def _by_local_expert(n_ranks: int, n_experts: int, experts_NK: Tensor) -> Tensor:
-    """Return sort keys that order rows by the index of their expert on its rank, then by that rank: the first experts
-    of all ranks, then all second ones, and so on."""
+    """Return keys that sort rows by an expert's index on its rank, then by rank: first experts of all ranks first."""
     n_local = n_experts // n_ranks
     return experts_NK % n_local * n_ranks + experts_NK // n_local
 
 
 def _exchange(experts: Experts, group: dist.ProcessGroup, x_MD: Tensor, scores_M: Tensor, counts_E: Tensor) -> Tensor:
-    """Send rows to the ranks that have their experts, compute them there, and return the results. The rows are sorted
-    by _by_local_expert, and so are those that arrive. The host waits for the device once."""
+    """Send rows to the ranks of their experts, compute the experts there, and return the results. `x_MD` and the result
+    are sorted by the keys of _by_local_expert. The host waits for the device once."""
     n_ranks = group.size()
     sent_RL = counts_E.view(n_ranks, -1)
     received_RL = _wait(_start(counts_E, None, None, group)).view(n_ranks, -1)
@@ -114,15 +113,15 @@ def _exchange(experts: Experts, group: dist.ProcessGroup, x_MD: Tensor, scores_M
 
 
 def _transposed(counts_AB: Tensor, n_rows: int) -> Tensor:
-    """Return the permutation from rows sorted by (a, b) to rows sorted by (b, a). Row counts are given as [A, B]."""
+    """Return the permutation from rows sorted by (a, b) to rows sorted by (b, a). `counts_AB`: rows for each (a, b)."""
     n_a, n_b = counts_AB.shape
     b_of_row = torch.arange(n_b, device=counts_AB.device).repeat(n_a)
     return order_by_expert(b_of_row.repeat_interleave(counts_AB.flatten(), output_size=n_rows), n_b)
 
 
 class _Exchange:
-    """Sends rows of L experts on each of R ranks. `sent`: how many rows this rank sends to each rank and expert,
-    [R][L]; `received`: how many it receives from each rank for each of its experts, [R][L]."""
+    """Sends rows between R ranks with L experts each. `sent` and `received`, [R][L]: how many rows this rank sends to
+    each rank's experts, and how many rows it receives from each rank for each of its own experts."""
 
     def __init__(self, group: dist.ProcessGroup, sent: list[list[int]], received: list[list[int]]):
         self.group, both = group, (sent, received)
@@ -130,17 +129,16 @@ class _Exchange:
         self.sent_R, self.received_R = ([sum(sizes) for sizes in each] for each in both)
 
     def of_own_experts(self, scores: Tensor) -> tuple[Tensor, ...]:
-        """Return the scores that arrived, by expert of this rank."""
         return scores.split([sum(sizes) for sizes in self.received_LR])
 
     def send_rows(self, x_MD: Tensor) -> list[Tensor]:
-        """Start to send all rows. Return, by expert of this rank, the rows that will arrive; `_wait` for each."""
+        """Start to send all rows. Return, for each expert of this rank, its rows in flight, for which to `_wait`."""
         chunks = x_MD.split([sum(sizes) for sizes in self.sent_LR])
         sizes = zip(chunks, self.received_LR, self.sent_LR, strict=True)
         return [_start(x, received, sent, self.group) for x, received, sent in sizes]
 
     def return_rows(self, number: int, y: Tensor, out_MD: Tensor) -> dist.Work:
-        """Start to return the results of expert `number` of this rank; `out_MD` gets those of every rank's."""
+        """Start to return the results of this rank's expert `number`, and to receive results in `out_MD`."""
         out = out_MD.split([sum(sizes) for sizes in self.sent_LR])[number]
         sent, received = self.received_LR[number], self.sent_LR[number]
         return dist.all_to_all_single(out, y, received, sent, group=self.group, async_op=True)
@@ -150,9 +148,8 @@ def _send(
     exchange: _Exchange, x_MD: Tensor, scores_M: Tensor, by_rank_M: Tensor, by_expert: Tensor,
     w1: Tensor, _: Tensor, w3: Tensor, *biases: Tensor,
 ) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
-    """Send rows and their scores to the ranks that have their experts, and multiply them there by w1 and w3. While one
-    expert computes, the rows of the next ones are in flight. Return the scores that arrived and, by expert, the rows
-    and both products, with biases if there are any."""
+    """Send rows and scores to the ranks of their experts, and multiply the rows there by w1 and w3 while later rows are
+    in flight. Return the received scores and, by expert, the received rows and both products (plus biases)."""
     sent_scores = _start(scores_M[by_rank_M], exchange.received_R, exchange.sent_R, exchange.group)
     arriving = exchange.send_rows(x_MD)
     scores, gates, ups = _wait(sent_scores)[by_expert], [], []
@@ -164,11 +161,10 @@ def _send(
 
 
 class _ExchangedExperts(torch.autograd.Function):
-    """Completes what _send began: multiplies by w2, and returns the results to the ranks that sent the rows. Its
-    backward is that of both. While one expert computes, the results of those before it are in flight; in the backward,
-    gradients are in flight both ways.
+    """Multiplies the products of _send by w2, and returns the results to the ranks that sent the rows. The backward is
+    that of _send and of this forward. While one expert computes, the results of earlier experts are in flight.
 
-    A split backward runs it twice, once for the gradients of rows and once for those of weights. Private:
+    A split backward runs `backward` twice: for the gradients of rows, and for those of weights. Private API of torch:
     torch._C._will_engine_execute_node (tried on torch 2.11 to 2.15).
     """
 
@@ -178,7 +174,7 @@ class _ExchangedExperts(torch.autograd.Function):
         rows: tuple[Tensor, list[Tensor], list[Tensor]],
         x_MD: Tensor, scores_M: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, *biases: Tensor,
     ) -> Tensor:  # fmt: skip
-        """Return [M, D]. `rows` are the scores and products that _send returns, `kept` what the backward reads."""
+        """Return the results [M, D]. `rows` has the scores and products of _send; the backward reads `kept`."""
         ctx.exchange, ctx.operators, ctx.clamp, ctx.keeper = exchange, operators, clamp, kept.grad_fn
         ctx.n_weights = 3 + len(biases)
         ctx.of_rows, ctx.of_weights = x_MD.grad_fn, w1.grad_fn
@@ -196,12 +192,12 @@ class _ExchangedExperts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_y_MD: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of all arguments of `forward`."""
+        """Return the gradients of the arguments of `forward`."""
         exchange, d_x_MD = ctx.exchange, torch.empty_like(d_y_MD)
         arriving = exchange.send_rows(d_y_MD.contiguous())
         saved = ctx.keeper.saved_tensors
         weights, (scores, by_rank_M, by_expert, *rows) = saved[: ctx.n_weights], saved[ctx.n_weights :]
-        nodes = ctx.of_rows, ctx.of_weights  # frozen weights have none
+        nodes = ctx.of_rows, ctx.of_weights  # autograd nodes; frozen weights have None
         for_rows, for_weights = (node is not None and torch._C._will_engine_execute_node(node) for node in nodes)
         (w1, w2, w3, *biases), d_weights = weights, list(map(torch.empty_like, weights)) if for_weights else weights
         sent, d_scores, n = [], [], len(w1)
@@ -235,8 +231,8 @@ def _unsorted(x_M: Tensor, order_M: Tensor) -> Tensor:
 
 
 def _start(x: Tensor, received: list[int] | None, sent: list[int] | None, group: dist.ProcessGroup) -> Tensor:
-    """Start to exchange rows: `sent[r]` to rank r, and `received[r]` from it; None: equally many with each rank.
-    Selective AC can save the result. Private: _c10d_functional (tried on torch 2.11 to 2.15)."""
+    """Start to exchange rows: `sent[r]` rows to rank r, and `received[r]` rows from rank r; None: equally many for all.
+    Private API of torch, whose result selective AC can save: _c10d_functional (tried on torch 2.11 to 2.15)."""
     sizes = [len(x) // group.size()] * group.size()
     return torch.ops._c10d_functional.all_to_all_single(x, received or sizes, sent or sizes, group.group_name)
 

@@ -1,4 +1,4 @@
-"""The router scores experts and chooses some for each token, in float32, or in float64 for a float64 model.
+"""The router scores the experts and chooses K for each token, in float32, or in float64 for a float64 model.
 
 Shapes: N tokens, D model width, E experts, K experts per token, G groups of experts.
 """
@@ -13,13 +13,11 @@ from titanlite.config.schema import Model
 
 
 class Router(nn.Module):
-    """Returns a token's experts and their scores, and balances the experts' load.
+    """Returns each token's experts and their scores, and balances the experts' load. Of experts with equal scores, the
+    one with the smaller number is chosen, so that the layout does not change the choice.
 
-    If scores are equal, the expert with the smaller number is chosen. torch.topk promises no order, and a layout must
-    not change the choice.
-
-    The backward adds to `record` what moe/balance.py needs: each expert's number of tokens and sum of scores, and the
-    sum of the z-loss. So a forward that activation checkpointing repeats counts once, and validation does not count.
+    The backward adds to `record` each expert's number of tokens and sum of scores, and the sum of the z-loss. Recording
+    in the backward excludes validation, and counts a forward repeated by activation checkpointing once.
     """
 
     def __init__(self, model: Model):
@@ -28,20 +26,20 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(self.n_experts, model.dim))
         self.bias = nn.Parameter(torch.empty(self.n_experts)) if self.moe.router_bias else None
         self.register_buffer("balance_bias", torch.zeros(self.n_experts) if self.moe.balance_bias else None)
-        self.register_buffer("load", torch.zeros(self.n_experts, dtype=torch.int64))  # the last optimizer step's
+        self.register_buffer("load", torch.zeros(self.n_experts, dtype=torch.int64))  # tokens per expert, last step
         self.register_buffer("record", torch.zeros(2 * self.n_experts + 1, dtype=torch.float64), persistent=False)
-        self.contributes = True  # one of the ranks that route the same tokens does
+        self.contributes = True  # whether this rank records the load of tokens that several ranks route
         self.tokens_per_step, self.loss_scale = 1.0, 1.0
 
     def reset_buffers(self, device: torch.device) -> None:
-        """Set the buffers to zero. Their data types do not depend on that of the weights."""
+        """Set the buffers to zero, in data types that do not depend on the weights' type."""
         if self.balance_bias is not None:
             self.balance_bias = torch.zeros(self.n_experts, device=device)
         self.load = torch.zeros(self.n_experts, dtype=torch.int64, device=device)
         self.record = torch.zeros(2 * self.n_experts + 1, dtype=torch.float64, device=device)
 
     def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the scores and the experts of each token, both [N, K], and how many tokens chose each expert, [E]."""
+        """Return each token's scores and experts, both [N, K], and the number of tokens that chose each expert, [E]."""
         wide = torch.promote_types(x_ND.dtype, torch.float32)
         logits_NE = F.linear(x_ND.to(wide), *(weight.to(wide) for weight in self.local_weights()))
         scores_NE = logits_NE.sigmoid() if self.moe.score_function == "sigmoid" else logits_NE.softmax(-1)
@@ -56,17 +54,16 @@ class Router(nn.Module):
         return scores_NK * self.moe.score_scaling, experts_NK, counts_E
 
     def local_weights(self) -> list[Tensor]:
-        """Return the weight, and the bias if there is one, as plain tensors to compute with; parallelism replaces this
-        method."""
+        """Return the weight, and any bias, as plain tensors. Parallelism replaces `local_weights`."""
         return list(self.parameters())
 
     def _balanced(self, scores_NE: Tensor, logits_NE: Tensor, counts_E: Tensor) -> Tensor:
-        """Return the scores. Their backward records the load and adds the gradients of the auxiliary losses, which are
-        divided by the tokens of the global batch, since gradients are summed over ranks, not averaged."""
+        """Return the scores, with a backward that records the load and adds the gradients of the auxiliary losses. The
+        losses are divided by the tokens of the global batch, because gradients are summed over ranks, not averaged."""
         sums_E = (scores_NE / scores_NE.sum(-1, keepdim=True)).sum(0)  # each token's scores sum to 1
         loss = z_loss = sums_E.new_zeros(())
         if self.moe.balance_loss_weight:
-            load_E = self.load.where(self.load.any(), 1).to(sums_E.dtype)  # equal loads before the first step
+            load_E = self.load.where(self.load.any(), 1).to(sums_E.dtype)  # equal loads in the first step
             shares_E = load_E / load_E.sum()
             loss = loss + self.moe.balance_loss_weight * self.n_experts * (shares_E * sums_E).sum()
         if self.moe.z_loss_weight:
@@ -76,7 +73,7 @@ class Router(nn.Module):
         return _Balance.apply(scores_NE, loss / self.tokens_per_step, record, self)
 
     def choose(self, scores_NE: Tensor) -> Tensor:
-        """Return the experts of each token, [N, K], by scores that include the balance bias."""
+        """Return the experts of each token, [N, K]. `scores_NE` include the balance bias."""
         n_groups, n_chosen = self.moe.n_groups, self.moe.n_groups_per_token
         if n_chosen < n_groups:
             scores_NGE = scores_NE.unflatten(-1, (n_groups, -1))
@@ -88,12 +85,11 @@ class Router(nn.Module):
 
 
 def _largest(scores: Tensor, n: int) -> Tensor:
-    """Return the indices of the n largest scores of each row, the largest first; equal scores keep their order."""
+    """Return the indices of the n largest scores of each row, the largest first. torch.topk leaves ties unordered."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :n]
 
 
 def _count(experts_NK: Tensor, n_experts: int) -> Tensor:
-    """Return how many tokens chose each expert, [E] int64."""
     chosen_M = experts_NK.flatten()
     zeros_E = torch.zeros(n_experts, dtype=torch.int64, device=chosen_M.device)
     return zeros_E.scatter_add_(0, chosen_M, torch.ones_like(chosen_M))

@@ -1,9 +1,8 @@
 """Replica groups that may die: launches of the same config that torchft (github.com/pytorch/torchft) connects.
 
-Each rank has a torchft Manager, which connects it with the ranks of the same number in the other groups. In each step
-the participants sum their token counts and gradients, so the step equals that of a single process on all of their
-samples. If a group dies during a step, the others take the step again. A group that returns is recovering: it gets the
-state of a participant from that one's memory, and continues at its step.
+A torchft Manager connects each rank with the ranks of the same number in the other groups. In each step, participants
+sum their token counts and gradients, so the step equals a single process's step on all samples. If a group dies during
+a step, the other groups take the step again. A group that returns copies the state and the step of a participant.
 """
 
 import itertools
@@ -40,43 +39,41 @@ from titanlite.techniques.sdc import hash_of_bits
 from titanlite.train_step import OneGroup, SavedState, Totals, sum_over_ranks
 
 BUCKET_ELEMENTS = 2**24
-"""Elements of gradients that are summed over the groups at a time."""
+"""Number of gradient elements that are summed over the groups at a time."""
 ATTEMPT = timedelta(seconds=20)
-"""How long a group waits for others before it checks whether it was asked to stop."""
+"""How long a group waits for other groups before it checks whether it was asked to stop."""
 ATTEMPTS_BEFORE_STOP = 2
-"""Failures of a step after which a group that is asked to stop ends without completing it."""
+"""Number of failures of a step after which a group that is asked to stop ends without completing the step."""
 WAITING = "waiting for other replica groups"
 MODULUS = 2**53
-"""Hashes that groups compare are below it: float64 represents every such integer."""
+"""Hashes that groups compare are below MODULUS, because float64 represents every integer up to it."""
 History = Annotated[list[tuple[int, int, list[int]]], Field(max_length=1_000_000)]
-"""Who took the steps: the first step, the quorum, the participants."""
+"""The participants of past steps, as (first step, quorum, participants)."""
 
 
 class GroupState(Enum):
-    """What a group does now."""
-
     JOINING = "waits for the quorum of the next step"
     RECOVERING = "copies the state of a participant; an error is its own, and ends it"
     PARTICIPANT = "takes a step"
 
 
 class Ballot(NamedTuple):
-    """A group's row of the table that groups compare before a step. Each group fills its own row; tables are summed."""
+    """A group's row of the table that groups compare before a step. Each group fills one row, and tables are summed."""
 
     groups: float
-    """How many groups have this number; more than 1 is an error."""
+    """How many groups have this group's number; more than 1 is an error."""
     tokens: float
     is_member: float
-    """Whether it has taken part in a step."""
+    """Whether the group has taken part in a step."""
     identity: float
     state: float
-    """A hash of its weights and optimizer states; 0 if the quorum is that of the previous step."""
+    """Hash of the group's weights and optimizer states; 0 if the quorum has not changed since the previous step."""
 
 
 class Replicas(OneGroup):
-    """Connects this rank's group with the others. Every rank of a group must make the same calls. A group may take
-    comm.init_timeout_seconds to send its state. The groups of a run share `identity`, plain JSON; `signals` tells
-    whether this rank was asked to stop. Raises ConfigError if torchft is not installed."""
+    """Connects this rank's group with the other groups. Every rank of a group must make the same calls, and all groups
+    of a run must have the same `identity`, plain JSON. `signals` tells whether this rank was asked to stop. Raises
+    ConfigError if torchft is not installed."""
 
     def __init__(
         self,
@@ -91,30 +88,29 @@ class Replicas(OneGroup):
         self.section, self.device, self.signals = section, device, signals
         self.identity = xxhash.xxh3_64_intdigest(json.dumps(identity, sort_keys=True).encode()) % MODULUS
         self.participants: list[int] = []
-        """Numbers of the groups that were participants of the last step."""
+        """Numbers of the last step's participants."""
         self._group_state, self._quorum, self._n_failures = GroupState.JOINING, -1, 0
         self._before: list[int] = []
-        """Numbers of the groups that took this group's last step; empty before its first."""
+        """Numbers of the participants of the last step that this group took; empty before the group's first step."""
         self._recovered = False
-        """Whether this group has got the state of another since its last step."""
+        """Whether this group has copied the state of another group since its last step."""
         self._state_hash: int | None = None
         self._history: list[tuple[int, int, list[int]]] = []
         self._model, self._optimizer, self._timeout = model, optimizer, comm.init_timeout_seconds
         require_torchft()
 
     def _connect(self) -> None:
-        """Connect this group with the others. Raises ConfigError if the lighthouse does not answer."""
         section = self.section
-        # One line about a failure is enough.
-        os.environ.setdefault("RUST_LOG", "error")  # read when torchft is imported
+        # Silence torchft: titanlite logs a failure in one line. torchft reads RUST_LOG when it is imported.
+        os.environ.setdefault("RUST_LOG", "error")
         import torchft
 
         logging.getLogger("torchft").setLevel(logging.CRITICAL)
-        warnings.filterwarnings("ignore", module="torch.distributed._serialization")  # it reads tensors from bytes
+        warnings.filterwarnings("ignore", module="torch.distributed._serialization")  # torch warns of read-only bytes
         self._groups = (torchft.ProcessGroupNCCL if self.device.type == "cuda" else torchft.ProcessGroupGloo)(
             timedelta(milliseconds=section.process_group_timeout_ms)
         )
-        self._ranks = dist.new_group(backend="gloo")  # a group with its own timeout, see `_join`
+        self._ranks = dist.new_group(backend="gloo")  # a process group of its own, whose timeout `_join` sets
         place: list[Any] = [socket.gethostname(), 0]
         if dist.get_rank() == 0:
             self._store = dist.TCPStore(*place, is_master=True, wait_for_workers=False)
@@ -146,8 +142,7 @@ class Replicas(OneGroup):
     def begin(
         self, last_step: int, saved: Mapping[str, Any], state: SavedState, abandon: Callable[[int], None]
     ) -> None:
-        """Connect with the other groups, and begin after a step; see OneGroup. Raises ConfigError if the lighthouse
-        does not answer."""
+        """Connect with the other groups, and begin after `last_step`. Raises ConfigError if no lighthouse answers."""
         mark("connecting to the lighthouse")
         self._connect()
         batches = parse_part(saved, "batches_of_groups", Int63 | None)
@@ -157,22 +152,21 @@ class Replicas(OneGroup):
         mark("starting the loop")
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as plain JSON."""
         return {"batches_of_groups": self.manager.batches_committed(), "history": self._history}
 
     def steps(self, last_step: int, last: int) -> Iterator[int]:
-        """Yield the number of each step until `last` has been taken. A step that did not count is yielded again, with
-        the state as it was before. Raises TrainingError if the group was asked to stop while it waited for others."""
+        """Yield the number of each step until `last` has been taken. A failed step is yielded again, with the state of
+        before the step. Raises TrainingError if the group was asked to stop while it waited for other groups."""
         while self.manager.current_step() < last:
             self._join()
-            if self.manager.current_step() < last:  # otherwise the others have ended, and this has their state
+            if self.manager.current_step() < last:  # `_join` may have copied the state of `last` from another group
                 yield self.manager.current_step() + 1
 
     def _join(self) -> None:
-        """Wait for the quorum of the next step, and recover from another group's state if this one is behind. Ranks
-        that have it wait for those that do not yet; if one failed, all of them get the state again.
+        """Wait for the quorum of the next step, and copy another group's state if this group is behind. All ranks of
+        this group wait for each other; if a rank failed, all ranks copy the state again.
 
-        Private: Manager._quorum_future, which keeps the error of a failed attempt (torchft-nightly 2026.10.26).
+        Private API of torchft: Manager._quorum_future keeps the error of a failed attempt (torchft-nightly 2026.10.26).
         """
         mark(WAITING, limited=False)
         set_group_timeout(self._ranks, self._timeout)
@@ -183,11 +177,11 @@ class Replicas(OneGroup):
                 if self._n_failures > 1:
                     time.sleep(1)
                 lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0")
-                # A lazy connection has no timeout of its own: the others would never notice a group that hangs.
+                # A lazy connection of gloo has no timeout, so the other groups would never notice a group that hangs.
                 os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
                 try:
                     self.manager.start_quorum()
-                except Exception:  # too few groups, or the lighthouse does not answer
+                except Exception:  # raised if there are too few groups, or the lighthouse does not answer
                     failed, self.manager._quorum_future = True, None
                     if self._group_state is GroupState.RECOVERING:
                         raise
@@ -206,14 +200,14 @@ class Replicas(OneGroup):
         self._group_state = GroupState.PARTICIPANT
 
     def sum(self, tensor: Tensor) -> None:
-        """Sum a tensor over the participants, in place. If that fails, `_committed` returns False."""
+        """Sum a tensor over the participants, in place. If the sum fails, `_committed` returns False."""
         self.manager.allreduce(tensor, reduce_op=dist.ReduceOp.SUM).wait()
 
     def count(self, valid: Tensor) -> None:
-        """Sum a step's number of tokens over the participants, in place, unless that fails, and compare what the groups
-        must share. Does nothing between `totals` and the next step. Raises ConfigError if this group is new and has
-        another config, other weights or the number of a participant. Raises TrainingError if neither this group nor
-        another is new, their weights differ, and a group with a smaller number continues."""
+        """Sum a step's number of tokens over the participants, in place, and compare the groups' configs and weights.
+        Does nothing between `totals` and the next step. Raises ConfigError if this group is new and does not fit the
+        other groups. Raises TrainingError if no group is new, and weights differ from those of a group of smaller
+        number."""
         if self._group_state is not GroupState.PARTICIPANT:
             return
         state, quorum = 0, self.manager._quorum_id
@@ -251,9 +245,8 @@ class Replicas(OneGroup):
     def totals(
         self, loss_sum: Tensor, valid: Tensor, parameters: Iterable[nn.Parameter], signals: Signals, *counts: float
     ) -> Totals | None:
-        """Sum a step's results over the ranks of this group and over the participants; see OneGroup. All groups have
-        the same summed gradients, so their norms differ only by the rounding of different hardware; their mean is
-        returned. Prints the participants when they change."""
+        """Sum a step's results over this group's ranks and over the participants, and print changed participants.
+        Returns the mean of the groups' gradient norms, which differ only by the rounding of different hardware."""
         members = list(parameters)
         self._sum_shards([local_shard(parameter.grad) for parameter in members if parameter.grad is not None])
         norm = gradient_norm(members, self.device)
@@ -267,7 +260,7 @@ class Replicas(OneGroup):
         return Totals(torch.stack([loss / valid, norm / max(len(self.participants), 1), stopping, saving, *counted]))
 
     def _sum_shards(self, shards: list[Tensor]) -> None:
-        """Sum plain tensors over the participants, in place."""
+        """Sum plain tensors over the participants, in place, in buckets of BUCKET_ELEMENTS."""
         chunks = [chunk for shard in shards for chunk in _chunks(shard)]
         while chunks:
             bucket = [chunks.pop()]
@@ -282,11 +275,11 @@ class Replicas(OneGroup):
             alive()
 
     def _committed(self, step: int) -> bool:
-        """Return whether all ranks of this group have received all sums for `step`; else print that it is repeated."""
+        """Return whether all ranks of this group have all sums of a step; if not, print that the step is repeated."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # the watchdog limits this, and not what follows
+            torch.cuda.synchronize(self.device)  # before WAITING, so that the watchdog limits the wait for the device
         self._group_state, error = GroupState.JOINING, self.manager.errored()
-        mark(WAITING, limited=False)  # another group may be getting this one's state
+        mark(WAITING, limited=False)  # another group may be copying this group's state
         committed = self.manager.should_commit()
         mark("updating the weights")
         if not committed:
@@ -307,24 +300,23 @@ class Replicas(OneGroup):
         return True
 
     def final_step(self, step: int) -> int:
-        """Return the last step that this group has taken, or whose state it has got from another group."""
+        """Return the last step that this group has taken, or whose state it has copied from another group."""
         return self.manager.current_step()
 
     def metrics(self) -> dict[str, float]:
-        """Return values of the last step by tag."""
         return {"replica_groups": len(self.participants)}
 
     def _tensors(self) -> list[Tensor]:
-        """Return plain tensors that share the memory of this rank's weights and optimizer states. These must be equal
-        in all groups. States that do not exist yet are created with their values before the first step."""
+        """Return plain tensors that share the memory of this rank's weights and optimizer states, which must be equal
+        in all groups. Missing states are created with the values from before the first step."""
         is_new, states = not self._optimizer.state, optimizer_tensors(self._model, self._optimizer)
         for name, state in states.items():
             if is_new and name.endswith(".step"):
-                state.zero_()  # the step without gradients that created the states counted
+                state.zero_()  # optimizer_tensors creates states by a step without gradients, which counts as a step
         return plain_tensors(model_tensors(self._model) | states)
 
     def _saved(self) -> dict[str, Any]:
-        """Return this rank's state for the same rank of another group. A thread calls it; the main one waits."""
+        """Return this rank's state for the same rank of another group. torchft calls `_saved` in a thread."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         state = {"state": self._state.save(), "history": self._history}
@@ -332,7 +324,6 @@ class Replicas(OneGroup):
 
     @torch.no_grad()
     def _load(self, saved: dict[str, Any]) -> None:
-        """Continue from the state of another group."""
         self._group_state, self._state_hash = GroupState.RECOVERING, None
         for tensor, other in zip(self._tensors(), saved["tensors"], strict=True):
             tensor.copy_(other)
@@ -352,5 +343,5 @@ def last_shared_step(own: list[tuple[Any, ...]], other: list[tuple[Any, ...]]) -
 
 
 def _chunks(tensor: Tensor) -> Iterable[Tensor]:
-    """Return views of a tensor with at most BUCKET_ELEMENTS each. A tensor that is not contiguous is not divided."""
+    """Return views of a tensor with at most BUCKET_ELEMENTS each. A tensor that is not contiguous is one chunk."""
     return tensor.view(-1).split(BUCKET_ELEMENTS) if tensor.is_contiguous() else [tensor]

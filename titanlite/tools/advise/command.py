@@ -1,9 +1,8 @@
 """Search for the fastest layout with which a model fits a number of devices.
 
-Plans up to twelve layouts, prints the fastest ones and the reasons for the recommended one, and writes that one as a
-config. `titanlite plan` plans it in detail. Needs no GPU, and takes minutes.
-
-Ctrl-C ends the search early: the result of the plans until then is printed and written.
+Plans up to twelve layouts, prints the fastest ones and the reasons for the recommended layout, and with --write writes
+it as a config, which `titanlite plan` plans in detail. The search needs no GPU and takes minutes. After Ctrl-C, the
+result of the plans made by then is printed and written.
 
 Exit status: 0 a layout is recommended; 1 nothing fits, or the search was interrupted; 2 the options are wrong.
 """
@@ -20,14 +19,12 @@ from titanlite.metrics.devices import find_device
 if TYPE_CHECKING:
     from titanlite.tools.advise.search_space import Task
 
-MOST_DEVICES = 2**14
-"""Most devices of a search: listing the candidate layouts takes minutes for more."""
-TOKENS = 4 * 2**20
-"""Default tokens of an optimizer step, those of Llama 2 and 3 with 7 to 70 billion parameters."""
+MOST_DEVICES = 2**14  # listing the candidate layouts of more devices would take minutes
+TOKENS = 4 * 2**20  # default tokens of an optimizer step, as Llama 2 and 3 with 7 to 70 billion parameters used
 
 
 def parse_options(argv: list[str]) -> Any:
-    """Return the options. Raises ConfigError if one is missing, unknown or wrong."""
+    """Return the parsed options. Raises ConfigError if an option is missing, unknown or wrong."""
     parser = Parser("titanlite advise --gpus N --model FLAVOR --seq-len TOKENS [options]", __doc__)
     tokens = f"tokens of an optimizer step, at least one sequence (default {TOKENS:,})"
     parser.add_argument("--gpus", type=count(MOST_DEVICES), required=True, help="devices")
@@ -44,11 +41,11 @@ def parse_options(argv: list[str]) -> Any:
 
 
 def make_task(options: Any) -> Task:
-    """Return the task that the options describe. Raises ConfigError if there is no such device."""
-    from titanlite.tools.advise.search_space import Task  # imported here, since --help need not wait for torch
+    """Return the task that the options describe. Raises ConfigError if the device is unknown."""
+    from titanlite.tools.advise.search_space import Task  # late import: --help need not wait for torch
 
     n_devices, sequences = options.gpus, max(1, options.global_batch // options.seq_len)
-    if sequences > n_devices:  # every data-parallel degree divides a multiple of the devices
+    if sequences > n_devices:  # every data-parallel degree divides a multiple of n_devices
         sequences -= sequences % n_devices
     device = find_device(options.device)
     return Task(options.model, options.seq_len, sequences, n_devices, options.device, device, options.float8)

@@ -11,8 +11,7 @@ from titanlite.tools.advise.search_space import CHECKPOINTING, GIB, LONG_SEQUENC
 from titanlite.tools.plan.report import GROUP_NAMES
 from titanlite.tools.plan.result import range_of, spread_of_difference
 
-MUCH_OVERLAPPED = 0.5
-"""Least share of a step for which overlapped communication is mentioned."""
+MUCH_OVERLAPPED = 0.5  # least share of a step for which overlapped communication is mentioned
 
 
 def layout_table(search: Search, n_layouts: int) -> Table:
@@ -67,7 +66,7 @@ def explain(search: Search) -> list[str]:
 
 
 def _explain_doubts(search: Search, layout: PlannedLayout) -> list[str]:
-    """Return a line about the layouts that plans cannot tell apart from a layout, and the measurement that would."""
+    """Return a line about layouts that, by their plans, may be as fast as a layout, and about how to find out."""
     doubts = []
     for other in (one for one in search.fitting() if one is not layout):
         wrong, group = spread_of_difference(layout.spread, other.spread)
@@ -116,7 +115,6 @@ def _explain_degrees(search: Search, layout: PlannedLayout) -> list[str]:
 
 
 def _explain_experts(task: Task, mesh: Mesh) -> list[str]:
-    """Return a line for expert parallelism, if the model has experts."""
     n_experts, per_node = task.model.moe.n_experts, task.device.devices_per_node
     if not n_experts:
         return []

@@ -1,4 +1,4 @@
-"""A closed-form estimate of a layout's memory. It decides which layouts are worth a plan."""
+"""A closed-form estimate of a layout's memory, which decides whether the layout is worth a plan."""
 
 import math
 
@@ -18,7 +18,7 @@ def estimate_bytes(task: Task, candidate: Candidate) -> float:
     matrix = model.dim * model.vocab_size / mesh.tp
     shards = mesh.dp_shard * mesh.cp
     n_layers = model.n_layers
-    if mesh.pp > 1:  # the embedding and the head count as a layer each in stages
+    if mesh.pp > 1:  # stages count the embedding and the head as a layer each
         n_layers = candidate.stages * math.ceil((n_layers + 2) / (mesh.pp * candidate.stages))
     weights, own_weights = n_layers * layer_weights, n_layers * own_weights
     if mesh.pp == 1:
@@ -27,15 +27,15 @@ def estimate_bytes(task: Task, candidate: Candidate) -> float:
         gathered = max(4 * layer_weights, 2 * matrix) + max(6 * layer_weights, 6 * matrix)
         in_flight, messages = n_layers, 0.0
     else:
-        # Weights stay gathered and gradients unsharded in a gradient accumulation step.
+        # During a gradient accumulation step, weights stay gathered and gradients unsharded.
         gathered = weights * (2 + 4)
         n_microbatches = candidate.local_batch // candidate.microbatch
         in_flight = n_layers / candidate.stages * _forwards_in_flight(candidate, n_microbatches)
-        # Receive buffers of each stage in both directions and, except under 1F1B, sent messages.
+        # Count receive buffers of each stage in both directions and, except under 1F1B, sent messages.
         messages = 2 * tokens * model.dim * n_microbatches * (2 if schedule == "1F1B" else 3.5 * candidate.stages)
         if schedule in SPLIT_BACKWARD:
             gathered += mesh.pp * n_layers / candidate.stages * between
-    # Logits take 2 bytes, which their gradient takes over if compiled; otherwise there are 8 of intermediate results.
+    # A logit and its gradient share 2 bytes if the loss is compiled; otherwise intermediate results take 8 bytes more.
     logits = (2 if candidate.compiled else 10) * matrix / model.dim * tokens * mesh.tp / candidate.loss_chunks(task)
     total = own_weights * STATE_BYTES + gathered + in_flight * saved + max(working, logits) + messages
     degrees = [mesh.pp, mesh.dp_replicate, shards, mesh.tp, mesh.cp // mesh.ulysses, mesh.ulysses]
@@ -44,7 +44,7 @@ def estimate_bytes(task: Task, candidate: Candidate) -> float:
 
 
 def _forwards_in_flight(candidate: Candidate, n_microbatches: int) -> float:
-    """Return the most forwards of single stages that await their backward, on the first rank, which has the most."""
+    """Return the most stage forwards whose backward has not run yet, on the first rank, which has the most."""
     pp, stages = candidate.mesh.pp, candidate.stages
     if candidate.schedule in V_SHAPED:
         return min(2 * pp, 2 * n_microbatches)
@@ -53,23 +53,22 @@ def _forwards_in_flight(candidate: Candidate, n_microbatches: int) -> float:
 
 
 def _layer_weights(task: Task, mesh: Mesh) -> tuple[float, float]:
-    """Return how many weights of a layer a rank gathers, and how many it has itself, as means over all layers."""
+    """Return how many weights of a layer a rank gathers, and how many its shard has, as means over all layers."""
     model, shards = task.model, mesh.dp_shard * mesh.cp
     matrices = 1 if model.tie_embeddings else 2
     total = (task.n_parameters - matrices * model.dim * model.vocab_size - model.dim) / model.n_layers
     experts = _share_with_experts(model) * 3 * model.dim * model.expert_dim * model.moe.n_experts
     others = (total - experts) / mesh.tp
-    # Experts are sharded over ep or, without it, over tp; FSDP shards them over the rest of shards x tp.
+    # Experts are sharded over ep or, if ep is 1, over tp; FSDP shards experts over the rest of shards x tp.
     return others + experts / (mesh.ep if mesh.ep > 1 else mesh.tp), others / shards + experts / (shards * mesh.tp)
 
 
 def _share_with_experts(model: Model) -> float:
-    """Return the share of the layers that have experts."""
     return sum(map(model.has_experts, range(model.n_layers))) / model.n_layers if model.moe.n_experts else 0.0
 
 
 def _expert_values(task: Task, mesh: Mesh) -> float:
-    """Return how many values of 2 bytes a token has in a mixture of experts. Selective AC saves none of them."""
+    """Return how many 2-byte activations a token has in a layer of experts. Selective AC saves no such activations."""
     model, moe = task.model, task.model.moe
     if not moe.n_experts:
         return 0.0
@@ -90,14 +89,14 @@ def _layer_bytes(task: Task, candidate: Candidate) -> tuple[float, float, float]
     hidden, products = dense * (2 if model.gated_ffn else 1) * model.ffn_dim, dense * model.ffn_dim
     norms = (2 * dim if model.norm_placement == "both" else 0) + (q_dim + kv_dim // 2) * bool(model.qk_norm)
     channels, unsharded = 2 * q_dim + kv_dim, 2 * mesh.tp * dim if is_split else 0
-    # Values per token. Under tensor parallelism, products read gathered inputs instead of a rank's own shards, and
-    # without AC these are saved. A compiled block saves no sums, and computes pointwise results again.
+    # `saved` counts values per token. Under tensor parallelism, products read gathered inputs, which are saved without
+    # AC. The backward of a compiled block computes sums and pointwise results again.
     full = candidate.checkpointing == "full"
     if full:
         saved = dim
     elif candidate.checkpointing == "selective":
         saved = (1 if is_split else 2 if candidate.compiled else 3) * dim + hidden + channels
-        saved += 0 if candidate.compiled else unsharded  # the sums over tensor-parallel ranks
+        saved += 0 if candidate.compiled else unsharded  # uncompiled blocks save sums over tensor-parallel ranks
     else:
         saved = (2 if is_split else 4) * dim + hidden + (products if candidate.compiled else hidden) + channels
         saved += norms + _expert_values(task, mesh) + unsharded

@@ -1,9 +1,9 @@
 """Search for the fastest layout with which a model fits a number of devices.
 
-A closed-form estimate of memory drops layouts that do not fit, and the config's own rules drop those that are rejected.
-The rest are planned (titanlite/tools/plan) in a fixed order, a few at a time: the heuristic baseline, FSDP alone, then
-the layouts that recompute least and split the model least. The last round varies the fastest layouts. Every plan
-corrects the memory estimates of similar layouts. The recommended layout is one that was planned.
+A closed-form estimate of memory drops layouts that do not fit, and the config's rules drop layouts that train.py would
+reject. The remaining layouts are planned (titanlite/tools/plan) a few at a time: the heuristic baseline, FSDP alone,
+then those that recompute least and split the model least. The last round plans variations of the fastest layouts. Every
+plan corrects the memory estimates of similar layouts. Only a layout that was planned is recommended.
 """
 
 import dataclasses
@@ -29,17 +29,14 @@ from titanlite.tools.plan.planner import make_plan, process_pool
 from titanlite.tools.plan.report import time_shares
 from titanlite.tools.plan.result import Spread
 
-ROUNDS, PLANS_PER_ROUND = 3, 4
-"""Their product is the most layouts that are planned, whatever the number of cores."""
-CLOSE = 1.03
-"""Plans are not accurate enough to tell apart two layouts of which one takes less than this many times as long."""
+ROUNDS, PLANS_PER_ROUND = 3, 4  # at most ROUNDS * PLANS_PER_ROUND layouts are planned, on any number of cores
+CLOSE = 1.03  # plans are not accurate enough to tell apart step times with a smaller ratio
 
 
 class PlannedLayout(NamedTuple):
-    """The plan of a candidate: bytes of the worst rank, seconds of a step, tokens per second and device.
-    `pipeline_bubble` is a share of the pipeline's time. `communication` is in seconds, and `overlapped` is the part of
-    it that overlaps with computation. `shares` is report.time_shares, `spread` a result.Spread. If the candidate could
-    not be planned, `problem` says why."""
+    """The plan of a candidate: bytes of the worst rank, seconds of a step, tokens per second and device, and the share
+    of time that is pipeline bubble. `overlapped` is the part of the `communication` seconds that overlaps with
+    computation. `shares` is report.time_shares, `spread` a result.Spread. `problem` says why planning failed."""
 
     candidate: Candidate
     bytes: int = 0
@@ -55,10 +52,10 @@ class PlannedLayout(NamedTuple):
 
 
 def plan_candidate(config: LoadedConfig, candidate: Candidate, n_devices: int) -> PlannedLayout:
-    """Plan a candidate."""
+    """Plan a candidate; an error becomes the result's `problem`."""
     try:
         plan = make_plan(config, world_size=n_devices)
-    except Exception as error:  # a layout that cannot be planned is reported, and the others are still compared
+    except Exception as error:  # report a layout that cannot be planned, and compare the other layouts
         return PlannedLayout(candidate, problem=f"{type(error).__name__}: {error}")
     shares, seconds = time_shares(plan), plan.cost.seconds
     communication = sum(value for name, value in seconds.items() if name.startswith("communication: "))
@@ -68,21 +65,14 @@ def plan_candidate(config: LoadedConfig, candidate: Candidate, n_devices: int) -
 
 
 class Search:
-    """Chooses which candidates to plan.
-
-    Attributes:
-        planned: the candidates planned so far, including those that could not be planned.
-        baseline: the degrees of the heuristic baseline.
-        rejected: the first problem of a rejected candidate, by mesh.
-        interrupted: whether the search was ended early.
-    """
+    """Chooses which candidates to plan."""
 
     def __init__(self, task: Task):
-        self.task, self.baseline = task, heuristic_baseline(task)
-        self.planned: list[PlannedLayout] = []
-        self.rejected: dict[Mesh, str] = {}
+        self.task, self.baseline = task, heuristic_baseline(task)  # baseline: degrees of the heuristic baseline
+        self.planned: list[PlannedLayout] = []  # candidates planned so far, including failed plans
+        self.rejected: dict[Mesh, str] = {}  # the first problem of a mesh's rejected candidates
         self._open = set(candidates(task))
-        self.interrupted = False
+        self.interrupted = False  # whether Ctrl-C ended the search early
 
     def fits(self, size: float) -> bool:
         return size <= self.task.device.memory
@@ -93,9 +83,9 @@ class Search:
         return sorted(fitting, key=lambda layout: (round(layout.seconds, 3), _costs(layout.candidate)))
 
     def recommended(self) -> PlannedLayout:
-        """Return the layout to recommend among those as fast as the fastest, within the accuracy of a plan. It is the
-        heuristic baseline if that is among them, since many have trained with it; otherwise the one with the least
-        communication, which is most often slower than planned. At least one layout must fit."""
+        """Return the layout to recommend among those whose step is within CLOSE of the fastest: the heuristic baseline,
+        since many have trained with it, or else the layout with the least communication, because communication is most
+        often slower than planned. At least one layout must fit."""
         fitting = self.fitting()
         close = [layout for layout in fitting if layout.seconds <= CLOSE * fitting[0].seconds]
         return min(close, key=lambda layout: (layout.candidate.mesh != self.baseline, layout.communication))
@@ -132,8 +122,8 @@ class Search:
         return corrected
 
     def next_round(self, *, last: bool) -> list[tuple[Candidate, LoadedConfig]]:
-        """Return the candidates to plan now, with their configs. The last round varies the schedule, checkpointing,
-        replication and so on of the fastest layouts; the rounds before it try new degrees."""
+        """Return the candidates to plan now, with their configs. The last round varies mesh, schedule, checkpointing
+        or precision of the fastest layouts; the rounds before it try new degrees."""
         corrected, fitting = self.corrected_bytes(), self.fitting()
         order = sorted(
             (candidate for candidate in self._open if self.fits(corrected(candidate))),
@@ -153,13 +143,13 @@ class Search:
         return chosen
 
     def _priority(self, candidate: Candidate, fitting: list[PlannedLayout]) -> tuple:
-        """Return a candidate's sort key. The heuristic baseline and FSDP alone come first. Last come candidates that
-        split the model more than a layout that fits, without recomputing less. The others are sorted by how much they
-        recompute, then by how much they split: the sequence before tensors before layers. Larger batches come first.
+        """Return a candidate's sort key. The heuristic baseline and FSDP alone come first. Candidates that split the
+        model more than a fitting layout, and recompute no less, come last. Other candidates are sorted by how much they
+        recompute, then by how much they split: sequence before tensors before layers; then by batch, largest first.
 
-        For models with experts, splitting and batch size count before recomputing: FSDP gathers all weights for each
-        batch, and a token uses few of them. Experts over a node come first, then no expert parallel, then experts over
-        several nodes."""
+        For models with experts, splitting and batch size count before recomputing, because FSDP gathers all experts for
+        each batch and a token uses few. Expert parallel within a node comes first, then none, then over several nodes.
+        """
         mesh, costs = candidate.mesh, _costs(candidate)
         first = mesh in (self.baseline, Mesh(1, 1, self.task.n_devices, 1, 1, 1))
         needless = any(
@@ -177,7 +167,7 @@ class Search:
 
 
 def _similarities(candidate: Candidate) -> list[tuple]:
-    """Return the keys that a candidate shares with others whose memory estimates err alike, the narrowest first."""
+    """Return the keys that a candidate shares with candidates whose memory estimates err alike, the narrowest first."""
     mesh, compiled, full = candidate.mesh, candidate.compiled, candidate.checkpointing == "full"
     return [(mesh, compiled, candidate.schedule, candidate.stages, full), (mesh, compiled), (mesh.pp > 1, compiled)]
 
@@ -213,8 +203,8 @@ def _variations(fitting: list[PlannedLayout], order: list[Candidate]) -> list[Ca
 
 
 def search(task: Task, *, show_progress: bool = False) -> Search:
-    """Plan the most promising candidates, and print progress to standard error if asked to. Ctrl-C ends the search; its
-    result until then is returned if a layout fits."""
+    """Plan the most promising candidates, and print progress to standard error if asked to. Ctrl-C ends the search,
+    which returns the plans made by then if a layout fits."""
     result = Search(task)
     try:
         _plan_rounds(result, show_progress=show_progress)

@@ -17,33 +17,23 @@ from titanlite.tools.plan.planner import resolve
 
 GIB = 2**30
 SCHEDULES = (("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4), ("ZBVZeroBubble", 2))
-"""Pipeline schedules, with stages per rank."""
-CHECKPOINTING = ("none", "selective", "full")
-"""Modes of activation checkpointing, in order of how much they recompute."""
+"""Pipeline schedules to try, each with its stages per rank."""
+CHECKPOINTING = ("none", "selective", "full")  # modes of activation checkpointing, from least to most recomputation
 LONG_SEQUENCE, LOCAL_SEQUENCE = 32_768, 8192
-"""The heuristic baseline splits sequences of more tokens than the first number, into parts of the second per device."""
-MOST_NODES = 4
-"""Most nodes over which the experts of a layer are partitioned."""
-STATE_BYTES = 16
-"""Bytes per parameter: a weight, its gradient and two optimizer states in float32."""
+"""The heuristic baseline splits sequences of more than LONG_SEQUENCE tokens into LOCAL_SEQUENCE tokens per device."""
+MOST_NODES = 4  # most nodes over which the experts of a layer are partitioned
+STATE_BYTES = 16  # bytes per parameter: a weight, its gradient and two optimizer states in float32
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A model to train, and the devices to train it on.
+    """A model to train, and the devices to train it on."""
 
-    Attributes:
-        flavor: name of a size in titanlite/config/models.toml.
-        sequences: those of an optimizer step, the same for every layout, so that throughputs can be compared.
-        device_name: name in titanlite/metrics/devices.toml, or a TOML file.
-        float8: whether to try float8 too.
-    """
-
-    flavor: str
+    flavor: str  # name of a size in titanlite/config/models.toml
     seq_len: int
-    sequences: int
+    sequences: int  # sequences of an optimizer step, equal for all layouts so that throughputs can be compared
     n_devices: int
-    device_name: str
+    device_name: str  # name in titanlite/metrics/devices.toml, or a TOML file
     device: devices.Device
     float8: bool = False
 
@@ -81,8 +71,8 @@ class Mesh(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A layout. `stages`: stages of each pipeline rank. `local_batch` (the per-device batch size) and `microbatch` are
-    numbers of sequences, and are equal without a pipeline."""
+    """A layout to plan. `stages`: stages of each pipeline rank. `local_batch` (the per-device batch size) and
+    `microbatch` are numbers of sequences, and are equal without a pipeline."""
 
     mesh: Mesh
     schedule: str
@@ -95,7 +85,6 @@ class Candidate(NamedTuple):
 
     @property
     def pipeline(self) -> str:
-        """The pipeline schedule in words; empty without a pipeline."""
         return f"{self.schedule}, {self.stages} per rank" if self.mesh.pp > 1 else ""
 
     def loss_chunks(self, task: Task) -> int:
@@ -104,7 +93,7 @@ class Candidate(NamedTuple):
         return loss_chunks(tokens, task.model.vocab_size / self.mesh.tp)
 
     def options(self, task: Task) -> dict[str, dict[str, Any]]:
-        """Return the options of a config with this layout, by section: only those that differ from the defaults."""
+        """Return the options of a config with this layout that differ from the defaults, by section."""
         mesh, defaults = self.mesh, Config()
         pipeline = {
             "pipeline_parallel_degree": mesh.pp,
@@ -173,20 +162,20 @@ def meshes(task: Task) -> Iterator[Mesh]:
 
 def expert_degrees(task: Task, n_ranks: int) -> list[int]:
     """Return the degrees of expert parallelism to try on n ranks: 1, the largest within a node that divides the experts
-    evenly, and those over several nodes."""
+    evenly, and degrees over at most MOST_NODES nodes."""
     within_node = math.gcd(n_ranks, task.device.devices_per_node, task.model.moe.n_experts)
     degrees = _divisors(math.gcd(n_ranks, task.model.moe.n_experts)) if task.model.moe.n_experts else [1]
     return [ep for ep in degrees if ep == 1 or within_node <= ep <= MOST_NODES * within_node]
 
 
 def candidates(task: Task) -> Iterator[Candidate]:
-    """Yield each mesh with every batch size, schedule, checkpointing mode and precision, even combinations that a rule
-    rejects. All are compiled, except with zero-bubble schedules and for models with experts."""
+    """Yield each mesh with every batch size, schedule, checkpointing mode and precision, even if a config rule rejects
+    the combination. Zero-bubble schedules and models with experts are not compiled."""
     for mesh in meshes(task):
         local_sequences = task.sequences // mesh.dp
         batches = [("1F1B", 1, size, size) for size in (1, 2, 4, 8) if local_sequences % size == 0]
         if mesh.pp > 1:
-            # With more gradient accumulation steps the pipeline fills more often, but keeps fewer messages.
+            # With more gradient accumulation steps, the pipeline fills more often and keeps fewer messages in memory.
             batches = [
                 (schedule, stages, local_sequences // steps, size)
                 for (schedule, stages), steps, size in itertools.product(SCHEDULES, (1, 2, 4, 8), (1, 2, 4))
@@ -199,7 +188,7 @@ def candidates(task: Task) -> Iterator[Candidate]:
 
 
 def load_candidate(task: Task, candidate: Candidate) -> LoadedConfig:
-    """Return a candidate's config. Raises ConfigError if train.py would reject it."""
+    """Return a candidate's config. Raises ConfigError if train.py would reject the config."""
     config = load_values(candidate.options(task), "layout.toml", [])
     resolve(config, task.n_devices)
     return config

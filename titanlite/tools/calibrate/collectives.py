@@ -1,7 +1,7 @@
-"""Measure collectives by size, in groups as a layout's axes have them: neighbouring ranks of a node and, if there are
+"""Measure collectives by size, in the kinds of groups that a layout's axes form: neighbouring ranks of a node and, on
 several nodes, one rank of each node and all ranks.
 
-In a training step ranks compute between collectives. So each collective is timed after matrix products. Its time then
+In a training step ranks compute between collectives. So each collective is timed after matrix products, and its time
 includes the wait of fast ranks for slow ones, and the time that threads take to wake up.
 """
 
@@ -15,15 +15,13 @@ from torch import Tensor
 
 from titanlite.tools.calibrate.timing import Timer
 
-SIZES = {"cpu": [2**i for i in range(10, 25, 2)], "cuda": [2**i for i in range(12, 31, 2)]}
-"""Bytes of the full tensor."""
-LEAST_SECONDS = 1e-6
-"""A lower bound of any collective's time, since the difference of two noisy measurements may be below it."""
+SIZES = {"cpu": [2**i for i in range(10, 25, 2)], "cuda": [2**i for i in range(12, 31, 2)]}  # bytes of the full tensor
+LEAST_SECONDS = 1e-6  # lower bound of a collective's time, since a difference of noisy measurements may be smaller
 
 
 def measure_collectives(timer: Timer, ranks_per_node: int) -> list[dict[str, object]]:
-    """Return the points (bytes, seconds) of each collective in each kind of group. Every rank must call it."""
-    # torch 2.13 has new names for two of these, which 2.11 lacks.
+    """Return the points (bytes, seconds) of each collective in each kind of group. Every rank must call this."""
+    # torch 2.13 renamed two of these collectives, and 2.11 lacks the new names.
     warnings.filterwarnings("ignore", message=".*is deprecated. Please use", category=FutureWarning)
     world, results = dist.get_world_size(), []
     compute = _products(timer.device)
@@ -55,7 +53,7 @@ def kinds_of_groups(world: int, per_node: int) -> list[list[list[int]]]:
 
 def _products(device: torch.device) -> Callable[[], None]:
     """Return a call of matrix products that take about as long as the computation between two collectives of a training
-    step: if several ranks share a CPU's cores, ranks that compute longer also wait longer for each other."""
+    step. If ranks share a CPU's cores, ranks that compute longer also wait longer for each other."""
     rows, side, dtype = (4096, 4096, torch.bfloat16) if device.type == "cuda" else (1024, 256, torch.float32)
     left, right = (torch.randn(n, side, device=device).to(dtype) for n in (rows, side))
 

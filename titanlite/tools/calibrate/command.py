@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     if ranks > 1 and not launched:
         options = ["--checkpoint-folder", str(folder)] if folder else []
         return 1 if run_on_ranks(ranks, ["calibrate", str(file), *options]) else 0
-    # Here, since the import of torch takes seconds, and --help and wrong arguments do not need it.
+    # Late imports: torch takes seconds to import, and --help and wrong arguments do not need it.
     from titanlite.launch.process import retain_freed_memory
     from titanlite.launch.process_group import device_of, process_group
     from titanlite.tools.calibrate.measure import measure_device

@@ -1,9 +1,7 @@
-"""Measure how long the host takes to dispatch operators: the forward and backward of a model so small that the
-operators themselves take almost no time, once of plain tensors and once of DTensors.
-
-In a training step on a CPU, large operators evict the dispatch's code and data from the caches. So here a copy runs
-between the modules, and its time is subtracted.
-"""
+"""Measure how long the host takes to dispatch operators: forward and backward of a model so small that the operators
+themselves take almost no time, of plain tensors and of DTensors. In a training step on a CPU, large operators evict the
+dispatch's code and data from the caches. So a copy runs between the modules, and its time is subtracted. Every rank
+must call each measuring function."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,21 +23,16 @@ from titanlite.tools.plan.measured_rates import seconds_at
 from titanlite.tools.plan.op_trace import Communication, Dispatch, OpTrace, Work
 from titanlite.torch_workarounds import ignore_warnings_of_views
 
-LEAST_SECONDS = 1e-7
-"""A lower bound of any dispatch's time, since a difference of measurements on a noisy machine may be below it."""
+LEAST_SECONDS = 1e-7  # lower bound of a dispatch's time, since a difference of noisy measurements may be smaller
 UPDATED_VALUES, STORED_VALUES = 2**25, 2**24
-"""Values of the weight that a rank's AdamW updates in host memory (more than caches hold), and of the one it saves."""
+"""Elements of the weight that a rank's AdamW updates in host memory (more than caches hold), and of a saved weight."""
 TINY = {"dim": 16, "n_layers": 4, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 16, "vocab_size": 16}
 
 
 def measure_dispatch(timer: Timer, operators: dict[str, list[list[float]]]) -> tuple[float, float]:
-    """Return the seconds to dispatch an operator, and those that an operator on DTensors takes besides the operators
-    that it dispatches. Every rank must call it.
-
-    Args:
-        operators: points (bytes, seconds) of measure_operators. On a CPU, operators run on the host, so their own time
-            is subtracted.
-    """
+    """Return the seconds to dispatch an operator, and the additional seconds of an operator on DTensors, without the
+    operators that it dispatches. `operators`: points (bytes, seconds) of measure_operators. On a CPU, operators run on
+    the host, so their own time is subtracted."""
     mesh = init_device_mesh(timer.device.type, (dist.get_world_size(), 1), mesh_dim_names=("ranks", "one"))["one"]
     one = torch.ones(1, device=timer.device)
     collective = timer(lambda: dist.all_reduce(one, group=mesh.get_group()))
@@ -50,7 +43,7 @@ def measure_dispatch(timer: Timer, operators: dict[str, list[list[float]]]) -> t
         n, on_dtensors, own = _count(call, eviction, operators, collective)
         seconds = timer(call)
         if timer.device.type == "cpu":
-            call()  # `copies` now counts one call
+            call()  # now eviction.copies is the number of copies of one call
             seconds -= own + eviction.copies * copying
         if tensor_parallel:
             results.append(max((seconds - n * results[0]) / on_dtensors, LEAST_SECONDS))
@@ -60,7 +53,7 @@ def measure_dispatch(timer: Timer, operators: dict[str, list[list[float]]]) -> t
 
 
 class Eviction:
-    """Copies more than a core's caches hold. `copies` counts the calls of a training step."""
+    """Evicts a core's caches by copying more than they hold. `copies` counts the copies of a training step."""
 
     def __init__(self) -> None:
         self.source, self.copies = torch.ones(2**19), 0
@@ -71,14 +64,14 @@ class Eviction:
         self.copies += 1
 
     def after(self, module: nn.Module, inputs: object, output: Any) -> None:
-        """Evict after a module's forward and before its backward."""
+        """Evict the caches after a module's forward and before its backward."""
         self()
         if isinstance(output, torch.Tensor) and output.requires_grad:
             output.register_hook(self)
 
 
 def measure_host_memory(timer: Timer) -> float:
-    """Return the bytes/s that a rank's fused AdamW reads and writes in host memory. Every rank must call it."""
+    """Return the bytes/s that a rank's fused AdamW reads and writes in host memory."""
     weight = torch.ones(UPDATED_VALUES, requires_grad=True)
     weight.grad = torch.ones_like(weight)
     optimizer = torch.optim.AdamW([weight], fused=True)
@@ -86,7 +79,7 @@ def measure_host_memory(timer: Timer) -> float:
 
 
 def measure_host_link(timer: Timer) -> float:
-    """Return the bytes/s between pinned host memory and a GPU, in the slower direction. Every rank must call it."""
+    """Return the bytes/s between pinned host memory and a GPU, in the slower direction."""
     there = torch.ones(2**26, dtype=torch.uint8, device=timer.device)
     here = torch.ones(2**26, dtype=torch.uint8, pin_memory=True)
     copies = (lambda: there.copy_(here, non_blocking=True), lambda: here.copy_(there, non_blocking=True))
@@ -95,7 +88,7 @@ def measure_host_link(timer: Timer) -> float:
 
 def measure_storage(timer: Timer, folder: Path, ranks_per_node: int) -> float:
     """Return the bytes/s that all ranks of a node write to a folder as they write a checkpoint: with checksums, and
-    synced to the disk. Every rank must call it. Raises OSError if the folder cannot be written."""
+    synced to the disk. Raises OSError if the folder cannot be written."""
     tensor, file = torch.rand(STORED_VALUES), folder / f"calibrate-{dist.get_rank()}.tmp"
     slices = {"weight": (tensor, (0,), tuple(tensor.shape))}
     try:
@@ -107,7 +100,7 @@ def measure_storage(timer: Timer, folder: Path, ranks_per_node: int) -> float:
 def _training_step(
     mesh: DeviceMesh, device: torch.device, eviction: Eviction, *, tensor_parallel: bool
 ) -> Callable[[], None]:
-    """Return a call of the forward and backward of a tiny model on this rank alone."""
+    """Return a function that runs forward and backward of a tiny model on this rank alone."""
     model = build_llama(Model(flavor="debug", **TINY), max_seq_len=8)
     if tensor_parallel:
         apply_tensor_parallel(model, mesh)
@@ -133,9 +126,9 @@ def _training_step(
 def _count(
     call: Callable[[], object], eviction: Eviction, operators: dict[str, list[list[float]]], collective: float
 ) -> tuple[int, int, float]:
-    """Return how many operators a call dispatches (those that evict do not count), how many of them on DTensors, and
-    the seconds that the operators themselves and the collectives take."""
-    call()  # FSDP's first step differs
+    """Return how many operators a call dispatches (without the copies that evict), how many of them are on DTensors,
+    and the seconds that the operators themselves and the collectives take."""
+    call()  # FSDP's first step dispatches other operators
     with OpTrace() as trace:
         call()
     trace.mark("end")

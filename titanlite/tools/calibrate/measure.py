@@ -20,11 +20,9 @@ from titanlite.tools.calibrate.timing import Timer
 def measure_device(
     device: torch.device, *, ranks_per_node: int, checkpoint_folder: Path | None = None, show_progress: bool = False
 ) -> Device:
-    """Measure the device, and return it with the results. Every rank must call it, and all get the same.
-
-    Values that cannot be measured (power; with one node, the network) are the data sheet's if the GPU is known. The
-    storage is measured if a folder of checkpoints is given; it must exist.
-    """
+    """Measure the device, and return it with the results, which are equal on all ranks. Every rank must call this
+    function. Values that cannot be measured (power; with one node, the network) are the data sheet's if the GPU is
+    known. Storage is measured in `checkpoint_folder`, which must exist."""
     timer, world = Timer(device), dist.get_world_size()
     with progress_bar("calibrate", total=7, unit="groups of measurements", enabled=show_progress) as advance:
 

@@ -15,19 +15,16 @@ from titanlite.tools.calibrate.timing import Timer
 from titanlite.tools.plan.op_trace import OpTrace, Work
 
 aten = torch.ops.aten
-SIDES = {"cpu": (64, 256, 1024, 4096), "cuda": (128, 512, 2048, 8192, 32768)}
-"""Sides of the matrices: every combination as m, n and k."""
-MOST_FLOPS = {"cpu": 2e9, "cuda": 1e14}
-"""Most FLOPs of a product. An attention operator may have four times as many FLOPs."""
+SIDES = {"cpu": (64, 256, 1024, 4096), "cuda": (128, 512, 2048, 8192, 32768)}  # values of m, n and k
+MOST_FLOPS = {"cpu": 2e9, "cuda": 1e14}  # of the largest product; attention may take four times these FLOPs
 LENGTHS = {"cpu": (128, 256, 512, 1024, 2048, 4096), "cuda": (512, 1024, 2048, 4096, 8192, 16384, 32768)}
 HEAD_DIMS = {"cpu": (16, 64, 128), "cuda": (64, 128)}
 TOKENS_TIMES_HEADS = {"cpu": 2**15, "cuda": 2**20}
 ELEMENTS = {"cpu": [2**i for i in range(10, 24, 2)], "cuda": [2**i for i in range(10, 30, 3)]}
-ROW = 256
-"""Elements of a row; reductions are over a row."""
+ROW = 256  # elements of a row; a reduction sums over a row
 UNCACHED = {"cpu": 2**26, "cuda": 2**28}
-"""Bytes of all operands that an operator takes in turn, with their results: more than most caches hold. MOST_TURNS may
-limit them."""
+"""Bytes of the operands among which an operator alternates, with its results: more than most caches hold, unless
+MOST_TURNS limits their number."""
 MOST_TURNS = 256
 
 MEASURED_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -35,11 +32,11 @@ MEASURED_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 def measure_matmul(timer: Timer) -> dict[str, list[list[float]]]:
     """Return rows of m, n, k and FLOP/s, by data type. The rate is that of a linear layer's three products (output,
-    input gradient, weight gradient), which read operands in different orders; of the first in bfloat16 on a CPU."""
+    input gradient, weight gradient), which read operands in different orders; in bfloat16 on a CPU, the output's."""
     kind, rows = timer.device.type, {}
     for name, dtype in MEASURED_DTYPES.items():
         operands = RandomOperands(timer.device, dtype)
-        # A GPU takes some 16 times longer in float32 than in bfloat16, and training seldom needs such products.
+        # A GPU takes some 16 times longer in float32 than in bfloat16: measure smaller products in float32.
         sizes = _sizes(kind, MOST_FLOPS[kind] / (16 if (kind, name) == ("cuda", "fp32") else 1))
         rows[name] = [[*size, 2 * math.prod(size) / _product_seconds(timer, operands, *size)] for size in sizes]
     if kind == "cuda" and torch.cuda.get_device_capability(timer.device) >= (8, 9):
@@ -50,16 +47,15 @@ def measure_matmul(timer: Timer) -> dict[str, list[list[float]]]:
 
 
 def _sizes(kind: str, most_flops: float) -> list[tuple[int, ...]]:
-    """Return every m, n and k whose product takes at most this many FLOPs."""
+    """Return every (m, n, k) whose product takes at most `most_flops` FLOPs."""
     return [size for size in itertools.product(SIDES[kind], repeat=3) if 2 * math.prod(size) <= most_flops]
 
 
 class RandomOperands:
     """Returns random tensors: views of one buffer, which grows to the largest request.
 
-    An operator that is repeated on the same operands finds them in a cache. In a training step it seldom does, because
-    other operators have run since the operands were written. So here an operator takes other operands at each call.
-    The numbers are random because a GPU is faster on zeros, which take less power.
+    Each call of an operator takes other operands, since repeated operands stay in a cache, which is rare in a training
+    step. Operands are random, since a GPU is faster on zeros (less power).
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
@@ -67,13 +63,13 @@ class RandomOperands:
         self.buffer = torch.empty(0)
 
     def turns(self, *shapes: tuple[int, ...], result: int = 0) -> list[list[Tensor]]:
-        """Return lists of tensors in these shapes: as many as the caches cannot hold, each with a result of `result`
-        elements, but at most MOST_TURNS, so lists of small tensors may fit into a cache."""
+        """Return lists of tensors of these shapes, so many that caches cannot hold them with a result of `result`
+        elements per list, but at most MOST_TURNS lists, so lists of small tensors may fit into a cache."""
         sizes = [math.prod(shape) for shape in shapes]
         size = (sum(sizes) + result) * self.dtype.itemsize
         n = min(math.ceil(UNCACHED[self.device.type] / size), MOST_TURNS)
         if n * sum(sizes) > self.buffer.numel():
-            self.buffer = torch.empty(0)  # frees the smaller one first
+            self.buffer = torch.empty(0)  # free the smaller buffer before allocating
             self.buffer = _random(self.device, self.dtype, n * sum(sizes))
         parts = self.buffer[: n * sum(sizes)].split(sizes * n)
         views = [part.view(shape) for part, shape in zip(parts, shapes * n, strict=True)]
@@ -81,7 +77,7 @@ class RandomOperands:
 
 
 def _in_turn(call: Callable[..., object], turns: Sequence[Sequence]) -> Callable[[], object]:
-    """Return a call that takes the next operands at each call, and writes its result to other memory each time."""
+    """Return a function that takes the next operands at each call, and keeps each result so that memory differs."""
     numbers, results = itertools.cycle(range(len(turns))), [None] * len(turns)
 
     def next_turn() -> None:
@@ -102,10 +98,8 @@ def _product_seconds(timer: Timer, operands: RandomOperands, m: int, n: int, k: 
 
 
 def _scaled_product(operands: RandomOperands, m: int, n: int, k: int) -> Callable[[], object]:
-    """Return a call of the float8 product with one scale per tensor, as torchao calls it.
-
-    Private: torch._scaled_mm (its arguments are those of torch 2.11 to 2.15; run on no GPU).
-    """
+    """Return a call of the float8 product with one scale per tensor, as torchao calls it. Private: torch._scaled_mm
+    (with the arguments of torch 2.11 to 2.15; run on no GPU)."""
     dtype, scale = torch.float8_e4m3fn, torch.ones((), device=operands.device)
     call = functools.partial(torch._scaled_mm, out_dtype=torch.bfloat16, use_fast_accum=True)
     pairs = operands.turns((m, k), (n, k), result=m * n)
@@ -118,13 +112,13 @@ def _random(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def measure_attention(timer: Timer) -> tuple[list[list[float]], list[list[float]]]:
-    """Return rows of length, head_dim and FLOP/s of causal attention: of its forward and of its backward."""
+    """Return rows (length, head_dim, FLOP/s) of causal attention, for the forward and for the backward."""
     kind, attend = timer.device.type, functools.partial(F.scaled_dot_product_attention, is_causal=True)
     dtype = torch.bfloat16 if kind == "cuda" else torch.float32
     forward, backward = [], []
     for head_dim, length in itertools.product(HEAD_DIMS[kind], LENGTHS[kind]):
         n_heads = max(TOKENS_TIMES_HEADS[kind] // length, 4)
-        flops = 2 * n_heads * length * length * head_dim  # half of each of two products
+        flops = 2 * n_heads * length * length * head_dim  # two products, half of each masked
         if flops > 4 * MOST_FLOPS[kind]:
             continue
         q, k, v, grad = (_random(timer.device, dtype, 1, n_heads, length, head_dim) for _ in range(4))
@@ -154,7 +148,7 @@ def measure_operators(timer: Timer) -> dict[str, list[list[float]]]:
 
 
 class Operands(NamedTuple):
-    """Tensors of one shape. The last four are float32: a weight, its gradient and its optimizer states."""
+    """Tensors of one shape. The last four tensors are float32: a weight, its gradient and its optimizer states."""
 
     x: Tensor
     y: Tensor

@@ -9,34 +9,23 @@ import torch
 import torch.distributed as dist
 
 GROUPS = 5
-MOST_CALLS = 1000
-"""Most calls of a group."""
+MOST_CALLS = 1000  # largest number of calls that are timed as one group
 
 
 class Timer:
-    """Times calls. Every rank must time the same ones in the same order.
-
-    Args:
-        seconds: least time for which a call is repeated.
-
-    Attributes:
-        spreads: for each timed call, the median relative distance of its groups' times from their mean.
-    """
+    """Times calls. Every rank must time the same calls in the same order. `seconds`: least time to repeat a call."""
 
     def __init__(self, device: torch.device, seconds: float = 0.05):
         self.device, self.budget = device, seconds
-        self.spreads: list[float] = []
-        self._barrier = 0.0  # seconds of an empty group
+        self.spreads: list[float] = []  # per timed call: median relative distance of its groups' times from their mean
+        self._barrier = 0.0  # seconds that a group without calls takes
         self._barrier = self._mean(lambda: None, 1)
 
     def __call__(self, call: Callable[[], object]) -> float:
-        """Return the seconds of a call: the mean over five groups of calls, without the slowest group. A step is a sum
-        of many operators. So a delay that is frequent should count, and a rare one should not.
-
-        All ranks make equally many calls. They begin each group together, and it ends with the last rank, as a step
-        waits at a collective for the last rank. So the time includes the effects of shared resources and of unequal
-        speed. The first two calls do not count.
-        """
+        """Return the seconds of a call: the mean over five groups of calls, without the slowest group, so that frequent
+        delays count and rare ones do not. All ranks make equally many calls. All ranks begin a group together, and a
+        group ends with the last rank, as a step waits at a collective for the last rank. The time thus includes the
+        effects of shared resources and of unequal ranks. The first two calls do not count."""
         call()
         self._wait_for_all()
         begin = time.perf_counter()
@@ -53,7 +42,7 @@ class Timer:
         return mean
 
     def _group(self, call: Callable[[], object], n: int) -> float:
-        """Return the seconds per call in a group of n calls, the same number on all ranks."""
+        """Return the seconds per call in a group of n calls, as rank 0 measures them."""
         self._wait_for_all()
         begin = time.perf_counter()
         for _ in range(n):

@@ -1,1 +1,1 @@
-"""The command `titanlite diff`: find where two runs differ first, by their fingerprints."""
+"""The command `titanlite diff` finds where two runs first differ, by their fingerprints."""

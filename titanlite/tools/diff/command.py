@@ -1,9 +1,9 @@
-"""Find where two runs differ first, by the fingerprints that debug.fingerprint_freq writes.
+"""Find where two runs first differ, by the fingerprints that debug.fingerprint_freq writes.
 
 Prints the first tensor, in the order of computation, that differs by more than its inputs and the precision explain,
-and the distances of all modules in that step. The runs may have different layouts, precisions and machines, but must
-have the same model and batches. Exit status: 0 they agree; 1 they differ; 2 they cannot be compared, or a tensor
-cannot be: one run lacks it, or rounding alone may explain a difference as large as that of a wrong tensor.
+and the distances of all modules in the tensor's step. The runs may have different layouts, precisions and machines, but
+must have the same model and batches. Exit status: 0 the runs agree; 1 they differ; 2 the runs or some tensors cannot be
+compared, because one run lacks them, or rounding alone may explain a difference as large as that of a wrong tensor.
 """
 
 from pathlib import Path
@@ -25,14 +25,14 @@ def main(argv: list[str]) -> int:
     a, b = arguments.runs
     if missing := [str(run) for run in (a, b) if not run.is_dir()]:
         raise ConfigError([f"{run}: no such folder" for run in missing])
-    # Here, since the import of torch takes seconds, and --help and wrong arguments do not need it.
+    # Not at the top: importing torch takes seconds, which --help and wrong arguments need not wait for.
     from titanlite.tools.diff.compare import compare_runs
     from titanlite.tools.diff.report import judge, report
 
     steps = list(compare_runs(a, b))
     Console(highlight=False, soft_wrap=True).print(report(steps, a, b))
     if arguments.html:
-        from titanlite.tools.diff.figures import write_html  # here: matplotlib takes a second to import
+        from titanlite.tools.diff.figures import write_html  # imported here: matplotlib takes a second to import
 
         write_html(steps, a, b, arguments.html)
         print(f"wrote {arguments.html}")

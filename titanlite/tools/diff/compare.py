@@ -1,8 +1,7 @@
-"""Compare the fingerprints of two runs: the distance of each tensor, and how much of it their precisions explain.
+"""Compare the fingerprints of two runs: the distance of each tensor, and how much of the distance precision explains.
 
-A tensor differs because its inputs differ, or because it is computed in another way. So each distance is compared with
-the distances of the tensor's own inputs (computation.py), and not with a fixed number. After a thousand steps the
-tensors of two right layouts may be far from each other, but none of them is much farther than its inputs.
+After a thousand steps the tensors of two right layouts may be far apart, but no tensor is much farther apart than its
+inputs. Each distance is therefore compared with the distances of the tensor's inputs (computation.py).
 """
 
 import math
@@ -21,37 +20,34 @@ from titanlite.techniques.fingerprints.sketch import N_PRODUCTS, distance
 from titanlite.tools.diff.computation import GRADIENT_NORM, inputs_of_entries, module_of
 
 GROWTH, LARGE, GROWTH_OF_OUTPUT = 32, 0.5, 12
-"""A tensor may differ by GROWTH times the distance of its inputs, or GROWTH roundings. Between right layouts, 20 times
-was the most in 1,000 steps (benchmarks/logs/fingerprints.log), and both distances may be wrong by a factor of 2.
-Distances from LARGE on may be only GROWTH / 2 times those of their inputs (11 times was the most). A block's output,
-which contains its input, may differ by GROWTH_OF_OUTPUT times as much as its inputs (5 times was the most)."""
+"""A tensor may differ by GROWTH times the distance of its inputs, or GROWTH roundings (measured between right layouts
+in 1,000 steps: 20 times, benchmarks/logs/fingerprints.log). A distance above LARGE may be at most GROWTH / 2 times that
+of the tensor's inputs (measured: 11 times). A block's output, which contains the block's input, may differ by
+GROWTH_OF_OUTPUT times the distance of its inputs (measured: 5 times)."""
 PRODUCTS_ONLY = {"float8": 4, "int8": 4}
-"""Roundings by which a tensor may differ, for types to which only the operands of a block's seven matrix products are
-rounded: two right blocks are at most sqrt(14) roundings apart. 1.4 was the most."""
+"""Roundings by which a tensor may differ, for types that round only the operands of a block's seven matrix products.
+Two right blocks are at most sqrt(14) roundings apart (measured: 1.4)."""
 GROWTH_OF_ROOT = 16
-"""The factor on the root of a distance, where a small difference becomes a large one in some elements: Adam takes a
-step of full size along a gradient that is only rounding, and a router sends a token to another expert. A relative
-distance d affects about a fraction d of the elements, so the result's distance grows with the root of d. 7 times was
-the most, with Muon in bfloat16, whose iteration magnifies small numbers."""
-LIKELY = 1e-3  # an expected number of tokens sent to other experts that counts as none
+"""The factor on the root of a distance d of inputs, for results in which a small difference becomes a large one in a
+fraction d of the elements: Adam takes a full step along a gradient of only rounding, and a router sends a token to
+another expert. The most that was measured is 7, with Muon in bfloat16, whose iteration magnifies small numbers."""
+LIKELY = 1e-3  # below this probability that a token goes to another expert, none is assumed to do so
 FACTOR, GROWTH_OF_FACTOR = 0.25, 8
-"""Limits of |c - 1| / max(c, 1) where B = c A: FACTOR, or GROWTH_OF_FACTOR times the distance of the inputs (4.4 times
-was the most). Rounding alone makes no such multiple: it is nearly orthogonal to a tensor, and adds to both norms."""
+"""If B = c A, |c - 1| / max(c, 1) may be FACTOR, or GROWTH_OF_FACTOR times the inputs' distance (measured: 4.4)."""
 MULTIPLE = 0.3
-"""If the rest is more than this fraction of a tensor, the tensor is not taken for a multiple of the other."""
+"""B counts as a multiple of A if the norm of B - c A is at most this fraction of the norm of B."""
 FAR = 0.7
-"""Unrelated tensors have the distance sqrt(2). One in 1,000 such pairs has an estimate below this."""
+"""Unrelated tensors are sqrt(2) apart, and fingerprints estimate less than FAR for one pair of 1,000."""
 ZERO = 0.02
-"""A gradient below this fraction of one rounding of its module's largest gradient is zero except for rounding. Without
-rotary embedding, those of keys' biases were 0.001 to 0.003 of a rounding in float64, float32 and bfloat16."""
+"""A gradient below this fraction of one rounding of its module's largest gradient is zero except for rounding. Keys'
+biases without rotary embedding had gradients of 0.001 to 0.003 roundings in float64, float32 and bfloat16."""
 SUMMED = 1e-13
-"""Largest relative distance of the fingerprints of equal tensors: float64 sums may be taken in another order."""
+"""Largest relative distance of the fingerprints of equal tensors, whose float64 sums may have different orders."""
 ROUNDING = {
     **{name: torch.finfo(getattr(torch, name)).eps / 2 for name in ("float64", "float32", "bfloat16", "float16")},
     **{"float8": 2**-4 / math.sqrt(3), "int8": 2**-6, "int4": 2**-2},
 }
-"""The largest relative error of rounding by type; for float8, the mean error of a matrix product (PRODUCT_ERROR of
-tests/parallel/test_layouts.py)."""
+"""Largest relative error of rounding, by type; for float8, PRODUCT_ERROR of tests/parallel/test_layouts.py."""
 Distances = Mapping[str, float]
 Descriptions = tuple[Description, Description]
 
@@ -63,34 +59,32 @@ class Entry(NamedTuple):
     distance: float
     allowed: float
     ratio: float
-    """The constant c with B = c A; 1 if they are equal, or B is no multiple of A."""
+    """The constant c if tensor B of the second run = c times A of the first; 1 if B = A, or B is no multiple of A."""
     is_coarse: bool
-    """Whether rounding explains a distance so large that the comparison could not detect a wrong tensor."""
+    """Whether rounding explains a distance so large that a wrong tensor would not be detected."""
 
     @property
     def differs(self) -> bool:
-        """Whether the tensor differs by more than its inputs and rounding explain."""
-        return not self.distance <= self.allowed  # NaN explains nothing
+        return not self.distance <= self.allowed  # a NaN distance counts as a difference
 
 
 class Step(NamedTuple):
-    """The comparison of a step: its entries in the order of computation."""
+    """The comparison of a step, with entries in the order of computation."""
 
     number: int
     entries: list[Entry]
     missing: tuple[list[str], list[str]]
-    """The tensors that A lacks, and those that B lacks."""
+    """Names of the tensors that run A lacks, and of the tensors that run B lacks."""
     descriptions: tuple[Description, Description]
 
     @property
     def first(self) -> Entry | None:
-        """The first entry that differs."""
         return next((entry for entry in self.entries if entry.differs), None)
 
 
 def compare_runs(a: Path, b: Path) -> Iterable[Step]:
-    """Yield the comparison of each step whose fingerprints both runs have. Raises ConfigError if there is none, a file
-    is damaged, or the runs have global batches of different sizes."""
+    """Yield the comparison of each step of which both runs have fingerprints. Raises ConfigError if there is no such
+    step, a file is damaged, or the runs have global batches of different sizes."""
     steps_a, steps_b = file.steps_of(a), file.steps_of(b)
     if not (steps_a and steps_b):
         raise ConfigError([f"{b if steps_a else a}: no fingerprints; set debug.fingerprint_freq"])
@@ -116,8 +110,7 @@ def compare_runs(a: Path, b: Path) -> Iterable[Step]:
 def compare_step(
     a: Mapping[str, Tensor], b: Mapping[str, Tensor], descriptions: Descriptions, before: Distances, *, is_first: bool
 ) -> list[Entry]:
-    """Return the comparison of the tensors that both runs have in a step. `before` has the distances of the previous
-    step by name, if that has fingerprints."""
+    """Return the comparison of all common tensors of a step. `before`: distances of the previous step by name."""
     inputs = inputs_of_entries(a.keys() & b.keys())
     a, b = ({name: own[name] for name in inputs if name in own} for own in (a, b))
     a, b = (own | {GRADIENT_NORM: _gradient_norm(own)} for own in (a, b))
@@ -125,14 +118,14 @@ def compare_step(
     norms = {name: max(_norm(a[name]), _norm(b[name])) for name in inputs}
     limits, entries = _Limits(descriptions, norms, before, is_first=is_first), []
     used = {name: far for name, far in distances.items() if " ".join(name.split(" ")[:2]) not in limits.unused}
-    lists = {id(own): own for own in inputs.values()}  # many tensors share a list
+    lists = {id(own): own for own in inputs.values()}  # each list of inputs once; many tensors share one
     largest = {key: max([used[each] for each in own if each in used], default=0.0) for key, own in lists.items()}
     for name, own in inputs.items():
         tensors, far, explained = (a[name], b[name]), distances[name], largest[id(own)]
         phase, _, tensor = name.partition(" ")
         allowed, is_weight = limits.allowed(name, explained), phase == "update" and " " not in tensor
         is_far = is_weight and f"input {tensor}" not in inputs
-        if is_weight and not is_far:  # the change is compared: the weight itself is far larger
+        if is_weight and not is_far:  # compare the weight's change, since the weight itself is far larger
             tensors = tuple(_change(each[f"input {tensor}"], each[name]) for each in (a, b))
             far = distance(*tensors)
             allowed += GROWTH * limits.of_weights * _norm(a[name]) / (max(map(_norm, tensors)) or 1)
@@ -145,7 +138,7 @@ def compare_step(
 
 
 class _Limits:
-    """How far two runs may be from each other in each tensor of a step. `norms`: each tensor's larger norm."""
+    """How far two runs may be apart in each tensor of a step. `norms`: the larger of the two norms of each tensor."""
 
     def __init__(self, descriptions: Descriptions, norms: Distances, before: Distances, *, is_first: bool):
         self.norms, self.before, self.is_first = norms, before, is_first
@@ -157,7 +150,7 @@ class _Limits:
         self.once = max(ROUNDING[name] * PRODUCTS_ONLY.get(name, GROWTH) for name in compute_dtypes)
         self.same_weights_dtype = descriptions[0].weights_dtype == descriptions[1].weights_dtype
         self.n_tokens = descriptions[0].counts["tokens"] if any(".router." in name for name in norms) else 0.0
-        """Tokens that may be sent to other experts."""
+        """Number of tokens that routers may send to different experts in the two runs."""
         self.forward_before = max([far for name, far in before.items() if name.startswith("forward ")], default=0.0)
         gradients = [name for name in norms if name.startswith("gradient ") and name != GRADIENT_NORM]
         self.parameters = {name.removeprefix("gradient "): norms[name] for name in gradients}
@@ -168,7 +161,7 @@ class _Limits:
         """Parameters whose gradient is zero except for rounding."""
 
     def allowed(self, name: str, explained: float) -> float:
-        """Return the limit of a tensor; for the update of a weight, the limit of its change without its rounding."""
+        """Return the limit of a tensor's distance; for a weight's update, of the distance of unrounded changes."""
         phase, _, tensor = name.partition(" ")
         if phase == "input":
             return self._allowed_of_input(tensor)
@@ -179,14 +172,13 @@ class _Limits:
         is_output = phase == "forward" and tensor != "loss"
         allowed = self._allowed_of_activation(explained, GROWTH_OF_OUTPUT if is_output else GROWTH)
         if phase == "gradient" and self.parameters.get(tensor):
-            # Small gradients of a block are differences of large numbers, and rounding is relative to these numbers:
-            # gradients of queries and keys, for example, where attention is about even.
+            # Small gradients of a block, such as those of queries and keys under nearly uniform attention, are
+            # differences of large numbers, and rounding is relative to the large numbers.
             allowed *= self.largest[module_of(tensor)] / self.norms[name]
         return allowed
 
     def _allowed_of_input(self, tensor: str) -> float:
-        """Return the limit of an input of a step. The first step compares all inputs. Later steps compare tokens, and
-        the buffers of routers, which the previous step's loads changed; other inputs were that step's updates."""
+        """Return the limit of an input of a step. Later steps than the first compare tokens and router buffers only."""
         if tensor in ("tokens", "targets") or self.is_first:
             return SUMMED if tensor in ("tokens", "targets") or self.same_weights_dtype else GROWTH * self.of_weights
         if " " in tensor or tensor in self.parameters or f"input {tensor}" not in self.before:
@@ -200,8 +192,7 @@ class _Limits:
 
 
 def _ratio(tensors: tuple[Tensor, ...], far: float, allowed: float, explained: float) -> tuple[float, float]:
-    """Return the constant c with B = c A, and the limit of the distance of A and B. A constant that is farther from 1
-    than rounding explains lowers the limit."""
+    """Return the constant c with B = c A, and the limit of the distance, lower if rounding does not explain c."""
     ratio = constant_ratio(*tensors, tolerance=allowed) if far > min(allowed, FACTOR) else 1.0
     factor = max(FACTOR, GROWTH_OF_FACTOR * explained)
     is_multiple = abs(ratio - 1) > factor * max(ratio, 1) and allowed < math.inf
@@ -209,7 +200,7 @@ def _ratio(tensors: tuple[Tensor, ...], far: float, allowed: float, explained: f
 
 
 def constant_ratio(a: Tensor, b: Tensor, tolerance: float) -> float:
-    """Return c if B = c A except for rounding, from two fingerprints; 1 if there is no such constant."""
+    """Return c if B = c A except for rounding, by the fingerprints of A and B; 1 if no c exists."""
     a, b = a[1:], b[1:]
     square = a.square().sum()
     if not (square > 0 and b.isfinite().all()):
@@ -229,6 +220,6 @@ def _norm(fingerprint: Tensor) -> float:
 
 
 def _change(before: Tensor, after: Tensor) -> Tensor:
-    """Return the fingerprint of the difference of two tensors; its squared norm is estimated from the products."""
+    """Return the fingerprint of the difference of two tensors, with a squared norm estimated from inner products."""
     products = after[1:] - before[1:]
     return torch.cat([products.square().mean()[None], products])

@@ -1,28 +1,27 @@
-"""The inputs of each tensor of a step, by the names of fingerprints."""
+"""Find the inputs of each tensor of a step by the names of fingerprints."""
 
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 
 GRADIENT_NORM = "gradient norm"
-"""The norm over all gradients, by which they are clipped. No file has it: it follows from the gradients' norms."""
+"""The norm over all gradients, by which they are clipped. Fingerprint files lack this entry: compare.py computes it."""
 BACKWARD_ORDER = (
     *(r"ffn_post_norm\.", r"feed_forward\.(.+\.)?w2", r"feed_forward\.", r"ffn_norm\."),
     *(r"attention_post_norm\.", r"attention\.wo", r"attention\.", r"attention_norm\."),
 )
-"""Prefixes of the names of a block's parameters, in the order in which the backward comes to them."""
+"""Patterns of the names of a block's parameters, in the order in which the backward computes their gradients."""
 
 
 def inputs_of_entries(names: Collection[str]) -> dict[str, list[str]]:
     """Return the inputs of each entry of a step, as entries among `names` or GRADIENT_NORM, in the order of
-    computation: inputs, forward, backward with the gradients of weights, update. Entries with the same inputs share a
-    list: with a list for each, the time would grow with the square of their number."""
+    computation. For speed, entries with the same inputs share one list."""
     found, weights, states, updated = _grouped(names)
     of_module = defaultdict[str, list[str]](list)
     for name in sorted(found["gradient"], key=_backward_order):
         of_module[module_of(name)].append(f"gradient {name}")
     present, recorded = {*names, GRADIENT_NORM}, {*found["forward"], *found["backward"]} - {"loss"}
-    modules = in_order(recorded | of_module.keys() - {"output", "position_embeddings"})  # outputs not recorded
+    modules = in_order(recorded | of_module.keys() - {"output", "position_embeddings"})  # both lack a recorded output
 
     def known(*entries: str) -> list[str]:
         return [each for each in entries if each in present]
@@ -33,7 +32,7 @@ def inputs_of_entries(names: Collection[str]) -> dict[str, list[str]]:
         inputs_of_module[module] = inputs[f"forward {module}"] = own + weights[module]
         own = known(f"forward {module}") or own
         if module == "tok_embeddings":
-            own = own + weights["position_embeddings"]  # they are added to the module's output
+            own = own + weights["position_embeddings"]  # the model adds positions to the token embeddings
     own = [*own, *(weights["output"] or weights["tok_embeddings"]), *known("input targets")]
     inputs["forward loss"] = inputs_of_loss = own
     inputs |= dict.fromkeys(of_module["output"], own)
@@ -42,25 +41,24 @@ def inputs_of_entries(names: Collection[str]) -> dict[str, list[str]]:
         own = [f"backward {module}", *inputs_of_module[module]] if f"backward {module}" in present else own
         inputs |= dict.fromkeys(of_module[module], own)
     inputs |= dict.fromkeys(of_module["position_embeddings"], own)
-    if "gradient output.weight" not in present and "gradient tok_embeddings.weight" in present:  # tied
+    if "gradient output.weight" not in present and "gradient tok_embeddings.weight" in present:  # the weights are tied
         inputs["gradient tok_embeddings.weight"] = own + inputs_of_loss
     inputs[GRADIENT_NORM] = [f"gradient {name}" for name in found["gradient"]]
     for weight, entries in updated.items():
         of_all = known(f"gradient {weight}", GRADIENT_NORM)
         inputs |= {name: of_all + known(name.replace("update", "input", 1)) for name in entries if name.count(" ") > 1}
         inputs[f"update {weight}"] = [*of_all, *known(f"input {weight}"), *states[weight]]
-    inputs |= {name: [] for name in sorted(present - inputs.keys())}  # entries that none of our models has
+    inputs |= {name: [] for name in sorted(present - inputs.keys())}  # entries that no model of titanlite writes
     return {name: own for name, own in inputs.items() if name in present}
 
 
 def _grouped(names: Collection[str]) -> tuple[defaultdict[str, list[str]], ...]:
-    """Return, in the order of the model, the tensors of each phase, the entries of each module's weights, those of each
-    weight's states, and those of each weight's update."""
+    """Return the tensors of each phase, and the entries of each module's weights, each weight's states and update."""
     found, weights, states, updated = (defaultdict[str, list[str]](list) for _ in range(4))
     for name in in_order(names, lambda name: name.partition(" ")[2]):
         phase, _, tensor = name.partition(" ")
         found[phase].append(tensor)
-        if phase == "input":  # buffers are weights, too
+        if phase == "input":  # "input": weights, buffers, optimizer states
             weight, _, state = tensor.partition(" ")
             (states[weight] if state else weights[module_of(tensor)]).append(name)
         elif phase == "update":
@@ -74,8 +72,7 @@ def _backward_order(parameter: str) -> int:
 
 
 def in_order(names: Iterable[str], tensor_of: Callable[[str], str] = str) -> list[str]:
-    """Sort names in the order of the model: embedding, layers by number, norm, output head; others last. `tensor_of`
-    returns the module or tensor that a name is about."""
+    """Sort names in the order of the model, unknown names last. `tensor_of` returns the module or tensor of a name."""
     first = ["tok_embeddings", "position_embeddings", "layers", "norm", "output"]
 
     def key(name: str) -> tuple[int, int, str]:
@@ -87,6 +84,6 @@ def in_order(names: Iterable[str], tensor_of: Callable[[str], str] = str) -> lis
 
 
 def module_of(tensor: str) -> str:
-    """Return the module that a tensor belongs to: layers.3 of layers.3.attention.wq.weight."""
+    """Return the module that a tensor belongs to: layers.3 for layers.3.attention.wq.weight."""
     names = tensor.split(" ")[0].split(".")
     return ".".join(names[: 2 if names[0] == "layers" else 1])

@@ -1,4 +1,4 @@
-"""Write the comparison of two runs as one HTML page: all distances, and those of the first step that differs."""
+"""Write the comparison of two runs as one HTML page: figures of all distances and of the first step that differs."""
 
 import math
 from pathlib import Path
@@ -11,8 +11,8 @@ from titanlite.tools.diff.compare import Step
 from titanlite.tools.diff.report import PHASES, judge, report
 from titanlite.tools.html_page import WIDTH, figure_style, page, printed, svg_figure
 
-SMALLEST = 1e-18  # a distance of 0 is drawn as this
-REPORT_WIDTH = 150  # columns
+SMALLEST = 1e-18  # smaller distances, also 0, are drawn as SMALLEST
+REPORT_WIDTH = 150  # columns of a terminal
 PHASE_COLOURS = dict(zip(PHASES, ("#999999", "#4477aa", "#cc6677", "#ddaa33", "#117733"), strict=True))
 ALL_STEPS = """Each column is a tensor, in the order of computation within a step; each row is a step. The colour is \
 the relative distance of the two runs."""
@@ -21,7 +21,7 @@ distances of a tensor's inputs and rounding explain: a dot above it, marked by a
 
 
 def write_html(steps: list[Step], a: Path, b: Path, target: Path) -> None:
-    """Write a self-contained page. Overwrites the target if it exists."""
+    """Write a self-contained page to `target`, and overwrite an existing file."""
     _, shown = judge(steps)
     with figure_style():
         figures = [svg_figure(step_figure(shown), "step", ONE_STEP, title=f"Step {shown.number}")]
@@ -33,7 +33,7 @@ def write_html(steps: list[Step], a: Path, b: Path, target: Path) -> None:
 
 
 def step_figure(step: Step) -> Figure:
-    """Return a figure of the distances of a step in the order of computation, and of the explained distances."""
+    """Return a figure of a step's distances, and of the explained distances, in the order of computation."""
     figure = Figure(figsize=(WIDTH, 4.0), layout="constrained")
     axes, ring = figure.subplots(), {"markersize": 9, "fillstyle": "none", "color": "#b00020"}
     for phase, colour in PHASE_COLOURS.items():
@@ -73,7 +73,7 @@ def steps_figure(steps: list[Step]) -> Figure:
 
 
 def _label_order(axes: Axes, step: Step) -> None:
-    """Name each phase below the axis where it begins, on two lines in turn, since the forward is short."""
+    """Label the axis where each phase begins, on alternating lines, because labels of short phases would overlap."""
     phases = [entry.name.partition(" ")[0] for entry in step.entries]
     kinds = ["backward" if phase == "gradient" else phase for phase in phases]
     begins = [x for x in range(len(kinds)) if x == 0 or kinds[x] != kinds[x - 1]]

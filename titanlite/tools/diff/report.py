@@ -22,23 +22,22 @@ MEANING = {
     "gradient": "the gradient of {}",
     "update": "the change of {} by the optimizer",
 }
-STYLES = ("green", "bold red", "yellow")  # the verdict's style, by the exit status
+STYLES = ("green", "bold red", "yellow")  # style of the printed verdict, by exit status
 SMALLEST_RATIO = 1e-3
-"""A ratio that is nearer to 1 than this is not explained by a layout."""
+"""The report looks for a layout that explains a ratio only if the ratio is farther from 1 than this."""
 MOST_NAMES = 5
-"""Most tensors that a line names."""
+"""Most tensors, or reasons, that a line of the report names."""
 
 
 def judge(steps: list[Step]) -> tuple[int, Step]:
-    """Return the exit status and the step that decides it: 1 and the first step in which a tensor differs, or 2 and the
-    first in which one cannot be compared, or 0 and the last step if all tensors agree."""
+    """Return the exit status (1: tensors differ, 2: some cannot be compared, 0: all agree) and the deciding step."""
     differs = next((step for step in steps if step.first), None)
     unknown = next((s for s in steps if any(s.missing) or any(entry.is_coarse for entry in s.entries)), None)
     return (1, differs) if differs else (2, unknown) if unknown else (0, steps[-1])
 
 
 def report(steps: list[Step], a: Path, b: Path) -> Group:
-    """Return the verdict on the steps of two runs, and the table of the step that decides it."""
+    """Return the verdict on the steps of two runs, and the table of the deciding step."""
     status, shown = judge(steps)
     lines = [f"A: {a}  {_described(shown.descriptions[0])}", f"B: {b}  {_described(shown.descriptions[1])}"]
     for missing, run in zip(shown.missing, "AB", strict=True):
@@ -78,14 +77,14 @@ def verdict_lines(steps: list[Step]) -> list[str]:
 
 
 def quantities(a: Description, b: Description) -> dict[str, float]:
-    """Return the numbers by which a run may have multiplied a gradient, by name. If two differ, both are there."""
+    """Return by name the numbers by which a run may have multiplied a gradient, for each run if the runs differ."""
     same = dict(a.counts.items() & b.counts.items())
     both = [(f"{name} of {run}", name, value) for run, of in (("A", a), ("B", b)) for name, value in of.counts.items()]
     return same | {text: value for text, name, value in both if name not in same}
 
 
 def _table(step: Step) -> Table:
-    """Return the table of the largest distance of each module and phase; ! marks one that is larger than explained."""
+    """Return the table of the largest distance of each module and phase. ! marks a distance that is not explained."""
     table = Table("module", *PHASES, box=box.SIMPLE_HEAD, pad_edge=False)
     cells: dict[tuple[str, str], list[Entry]] = defaultdict(list)
     for entry in step.entries:

@@ -1,1 +1,1 @@
-"""A TOML file of torchtitan as a config of titanlite, with a listing of every key."""
+"""Convert a TOML file of torchtitan to a config of titanlite, and list what became of each key."""

@@ -25,7 +25,7 @@ from titanlite.tools.from_torchtitan.groups import convert
 
 
 def toml_of(conversion: Conversion, header: list[str]) -> str:
-    """Return the options as TOML, below a header of comments. A comment marks torchtitan's defaults."""
+    """Return the converted options as TOML, below a header of comments. A comment marks each default of torchtitan."""
     lines = [f"# {line}" for line in header]
     for section in sections_of(Config):
         chosen = {
@@ -42,7 +42,7 @@ def toml_of(conversion: Conversion, header: list[str]) -> str:
 
 
 def listing(rows: list[Row]) -> Table:
-    """Return every key of the file with what became of it, grouped."""
+    """Return a table of every key of the file with what became of the key, grouped by status."""
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("", no_wrap=True)
     table.add_column("torchtitan", overflow="fold", ratio=2)
@@ -58,8 +58,7 @@ def listing(rows: list[Row]) -> Table:
 
 
 def main(argv: list[str]) -> int:
-    """Write the config to standard output or a file, and the listing to standard error. Return the exit status: 0, or 2
-    if the resulting config is wrong; its comments then say what is wrong, too."""
+    """Write the config, and the listing to standard error. Return 0, or 2 if the resulting config is wrong."""
     if len(argv) not in (1, 2) or any(not name or name.startswith("-") for name in argv):
         raise ConfigError(["expected titanlite config --from-torchtitan FILE [TARGET.toml]"])
     source, *targets = argv
@@ -89,7 +88,7 @@ def main(argv: list[str]) -> int:
 
 
 def header(source: str, rows: list[Row], problems: list[str]) -> list[str]:
-    """Return the comments at the top of the config: its source, what it lacks, and what is wrong."""
+    """Return the comments at the top of the config: the source file, the keys that titanlite lacks, and problems."""
     lacks = [row for row in rows if row.matters and row.status in (MISSING, UNKNOWN)]
     lines = [f"Converted from torchtitan's {show(source)} by titanlite config --from-torchtitan."]
     lines += [f"{row.status}: {row.source}: {row.note}" for row in lacks]
@@ -97,7 +96,6 @@ def header(source: str, rows: list[Row], problems: list[str]) -> list[str]:
 
 
 def problems_of(conversion: Conversion, name: str) -> list[str]:
-    """Return what is wrong with the config, one line each."""
     try:
         load_values(parse_toml(toml_of(conversion, [])), name, [])
     except ConfigError as error:

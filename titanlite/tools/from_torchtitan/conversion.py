@@ -1,7 +1,7 @@
 """Convert the keys of a torchtitan file to options, and to the rows of the listing.
 
-keys.toml has the keys, defaults and models of torchtitan 0.2.2. An absent key means torchtitan's default. Where
-titanlite's default differs, torchtitan's is written, too.
+keys.toml has the keys, defaults and models of torchtitan 0.2.2. A key that a file lacks has torchtitan's default, which
+is written as an option if titanlite's default differs.
 """
 
 import difflib
@@ -18,20 +18,20 @@ MEANING_CHANGED, NOT_READ, MISSING, UNKNOWN = "meaning changed", "not read", "no
 STATUSES = (TAKEN, RENAMED, DEFAULT, NOT_READ, MEANING_CHANGED, MISSING, UNKNOWN)
 OPTIONS = options_of(Config)
 LARGEST = 2**53
-"""Above any number in a config that a run can read."""
+"""A number above any number in a config with which a run can start."""
 _TABLES = read_toml(str(Path(__file__).with_name("keys.toml")))
 
 
 class Missing(NamedTuple):
-    """A key without an option, and the reason. With the value `off` nothing is lost. A key without `off` is read only
-    with another key, which the listing has if it is on."""
+    """A key of torchtitan without an option of titanlite, and the reason. With the value `off` nothing is lost. A key
+    without `off` has an effect only together with another missing key, which the listing names if it is on."""
 
     reason: str
     off: Any = None
 
 
 class Note(NamedTuple):
-    """A text about keys that the file sets, and the values of keys with which it is shown, or is not."""
+    """A text about keys that a file sets, shown if all keys of `when`, and not all of `unless`, have these values."""
 
     keys: list[str]
     text: str
@@ -41,29 +41,29 @@ class Note(NamedTuple):
 
 
 SAME = [f"{section}.{name}" for section, names in _TABLES["same"].items() for name in names]
-"""Keys with an option of the same name."""
+"""torchtitan's keys with an option of the same name in titanlite."""
 NOTES = [Note(**values) for values in _TABLES["notes"]]
 DATASETS: dict[str, dict[str, Any]] = _TABLES["datasets"]
-"""Our options, by torchtitan's name of the dataset."""
+"""titanlite's options, by torchtitan's name of the dataset."""
 DEFAULTS: dict[str, Any] = _TABLES["defaults"]
-"""torchtitan's defaults of keys whose option has another default or none."""
+"""torchtitan's defaults of keys for which titanlite has another default or no option."""
 NOT_OFFERED = {key: Missing(**values) for key, values in _TABLES["not_offered"].items()}
 OF_0_2: dict[str, str] = _TABLES["of_0_2"]
-"""Old keys that some 0.2 release still reads, each with the later key."""
+"""Old keys that a 0.2 release of torchtitan still reads, each with the key of 0.2.2 that replaced it."""
 MODELS: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {
     (name, flavor): (ours["flavor"], {key: value for key, value in ours.items() if key != "flavor"})
     for name, flavors in _TABLES["models"].items()
     for flavor, ours in flavors.items()
 }
-"""Our flavor and the options that differ from it, by model.name and model.flavor."""
+"""titanlite's flavor and the options that differ from the flavor, by torchtitan's model.name and model.flavor."""
 DEEPSEEK_ORIGINAL_SEQ_LEN = 4096
 """The largest training.seq_len with which torchtitan's DeepSeek-V3 has no YaRN."""
 WHATEVER_THE_FILE_SAYS: list[str] = _TABLES["whatever_the_file_says"]
-"""Differences between the two programs that no key of torchtitan's file is about."""
+"""Differences between torchtitan and titanlite for which torchtitan's file has no key."""
 
 
 class Row(NamedTuple):
-    """A line of the listing. `matters` is false if nothing is lost."""
+    """A line of the listing. `matters` is false if the conversion loses nothing of the key."""
 
     status: str
     source: str
@@ -73,13 +73,13 @@ class Row(NamedTuple):
 
 
 class Conversion:
-    """The options that a torchtitan file converts to, by name, each with the key that it comes from."""
+    """The options to which a torchtitan file is converted, by name, each with the key that sets the option."""
 
     def __init__(self, values: dict[str, Any]):
         pairs = sorted(flat(values), key=lambda pair: _precedence(*pair))
         self.values: dict[str, Any] = {}
         self.written: dict[str, tuple[str, Any]] = {}
-        """The file's own key and value, by the key of 0.2.2."""
+        """Key and value as written in the file, by the key of torchtitan 0.2.2."""
         self.options: dict[str, tuple[Any, str]] = {}
         self.notes: dict[str, list[str]] = {}
         self.statuses: dict[str, str] = {}
@@ -93,48 +93,44 @@ class Conversion:
             self.values[name] = value
 
     def get(self, key: str) -> Any:
-        """Return the value of a key of 0.2.2, or torchtitan's default."""
+        """Return the value of a key of torchtitan 0.2.2, or torchtitan's default."""
         if key in self.values:
             return self.values[key]
         return DEFAULTS[key] if key in DEFAULTS else OPTIONS[key].default if key in OPTIONS else None
 
     def number(self, key: str, default: float) -> Any:
-        """Return a number above 0, or -1. For any other value, which the schema reports, return the default."""
+        """Return a key's value if it is a number above 0, or -1; otherwise return `default` (the schema reports it)."""
         value = self.get(key)
         return value if type(value) in (int, float) and (0 < value < LARGEST or value == -1) else default
 
     def names(self, key: str) -> list[str]:
-        """Return a list of names."""
         value = self.get(key)
         value = [value] if isinstance(value, str) else value
         return [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
 
     def put(self, option: str, value: Any, key: str) -> None:
-        """Set an option, and record the key that it comes from."""
         self.options[option] = value, key
 
     def note(self, key: str, text: str, status: str = MEANING_CHANGED) -> None:
-        """Add a text about a key, and its status unless that is empty. A missing feature keeps its status."""
+        """Add a text about a key, and set the key's status unless `status` is "" or the key is MISSING already."""
         self.notes.setdefault(key, []).append(text)
         if status and self.statuses.get(key) != MISSING:
             self.statuses[key] = status
 
     def note_if_set(self, key: str, text: str, status: str = MEANING_CHANGED) -> None:
-        """Add a text about a key as `note` does, but only if the file sets the key."""
         if key in self.values:
             self.note(key, text, status)
 
     def have(self, values: Mapping[str, Any]) -> bool:
-        """Return whether all these keys have these values."""
         return all(show(self.get(key)) == show(value) for key, value in values.items())
 
     def unread(self, keys: list[str], reason: str) -> None:
-        """List keys that torchtitan does not read either, because of another key."""
+        """List keys that torchtitan does not read either, for a reason such as the value of another key."""
         for key in keys:
             self.note_if_set(key, reason, NOT_READ)
 
     def finish(self) -> None:
-        """Drop torchtitan's defaults that titanlite shares. Add a row for each key of the file and other default."""
+        """Drop defaults that torchtitan and titanlite share, and add a row for each key and each remaining default."""
         for option, (value, key) in list(self.options.items()):
             if key not in self.values and value == OPTIONS[option].default and not option.startswith("model."):
                 del self.options[option]
@@ -148,10 +144,10 @@ class Conversion:
         self.rows.sort(key=lambda row: (STATUSES.index(row.status), row.status == DEFAULT and row.source))
 
     def _add_switches(self) -> None:
-        """Write a switch that is off if its options are set: torchtitan ignores these, titanlite would report them."""
+        """Set switches that are off and have options set, which torchtitan ignores and titanlite would reject."""
         for dependent in DEPENDENT_OPTIONS:
             switch = dependent.switch
-            if switch in self.options or switch.startswith("model."):  # a model's defaults are its flavor's
+            if switch in self.options or switch.startswith("model."):  # model.flavor sets switches of [model]
                 continue
             default = OPTIONS[switch].default
             is_off = default in dependent.off
@@ -176,7 +172,7 @@ class Conversion:
 
 
 def _precedence(key: str, value: Any) -> int:
-    """Return a key's precedence: of two keys with one meaning, that with the larger number counts, as in torchtitan."""
+    """Return a key's precedence. Of two keys with one meaning, the larger precedence counts, as in torchtitan."""
     if key == "model.tokenizer_path":
         return 2 if value else 0
     return 0 if key in OF_0_2 else 1
@@ -192,12 +188,11 @@ def flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def shown(value: Any) -> str:
-    """Return a value as TOML writes it, if it is short."""
+    """Return a value in TOML's notation, at most 100 characters of it."""
     text = printable(show(value))
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def hint(key: str) -> str:
-    """Return a hint that names a known key with a similar spelling."""
     near = difflib.get_close_matches(key, [*SAME, *OPTIONS, *NOT_OFFERED, *OF_0_2], n=1, cutoff=0.8)
     return f"; did you mean {near[0]}?" if near else ""

@@ -1,4 +1,4 @@
-"""Convert groups of torchtitan's keys that belong together: model, schedule, data, float8, pipeline, checkpoints."""
+"""Convert torchtitan's keys group by group: model, schedule, data, float8, pipeline, checkpoints."""
 
 import math
 from pathlib import Path
@@ -59,7 +59,7 @@ def _model(to: Conversion) -> None:
         return
     to.put(FLAVOR, ours, key)
     if not changes:
-        to.statuses[key] = RENAMED  # a note below may say otherwise
+        to.statuses[key] = RENAMED  # a call of `to` below may replace this status
     changes = dict(changes)
     if changes.pop("document_mask", False):
         to.put("training.document_mask", True, key)
@@ -74,7 +74,7 @@ def _model(to: Conversion) -> None:
 
 def _schedule(to: Conversion) -> None:
     """Convert the warmup and the decay so that every step has the same learning rate. torchtitan shortens a warmup or a
-    decay that exceeds the total. Its decay ends with a virtual step, which is a real one of titanlite's decay."""
+    decay that exceeds the total, and counts the virtual step after the last step, in which its decay would end."""
     warmup_key, ratio_key = "lr_scheduler.warmup_steps", "lr_scheduler.decay_ratio"
     steps = to.number("training.steps", 10_000)
     total = to.number("lr_scheduler.total_steps", steps)
@@ -87,7 +87,7 @@ def _schedule(to: Conversion) -> None:
     ratio = to.values.get(ratio_key)
     is_ratio = ratio is None or (type(ratio) in (int, float) and 0 <= ratio <= 1)
     if type(warmup) is not int or type(total) is not int or total < 1 or not is_ratio:
-        if ratio is not None:  # the schema reports what is wrong
+        if ratio is not None:  # keep a wrong ratio, which the schema reports
             to.put(ratio_key, ratio, ratio_key)
         return
     decay = total - warmup if ratio is None else min(round(total * ratio), total - warmup)
@@ -121,7 +121,7 @@ def _data(to: Conversion) -> None:
 
 
 def _dataset(kind: str, path: Any) -> dict[str, Any]:
-    """Return the options of a dataset by its name in torchtitan. An unknown name is kept, and the schema reports it."""
+    """Return the options of a dataset of torchtitan. An unknown name is kept, and the schema reports it."""
     if kind == "c4" and not path:
         return {"dataset": "c4", "streaming": True}
     return DATASETS.get(kind, {"dataset": kind}) | ({"dataset_path": path} if path else {})
@@ -159,7 +159,7 @@ def _validation(to: Conversion) -> None:
 
 
 def _validation_batches(to: Conversion) -> None:
-    """Convert the number of validation batches: torchtitan counts those of a rank, titanlite global batches."""
+    """Convert the number of validation batches: torchtitan counts batches of a rank, titanlite global batches."""
     steps, size = to.get("validation.steps"), to.number("validation.local_batch_size", 8)
     batch, seq_len = to.number("training.global_batch_size", -1), to.get("validation.seq_len")
     shard, replicate = (to.number(f"parallelism.data_parallel_{key}_degree", -1) for key in ("shard", "replicate"))

@@ -1,8 +1,7 @@
-"""The KV cache: it keeps keys and values of earlier tokens, so that a forward computes the new tokens only.
+"""The KV cache stores keys and values of earlier tokens, so that a forward computes the new tokens only.
 
-A module takes the place of each block's inner attention, the only module that sees several tokens at once; the model
-does not change. Prompts are added one by one, each with its own length and without padding. Then each forward adds one
-token to every sequence, at the sequence's own position.
+CachedAttention replaces each block's inner attention. Each prompt takes a forward of its own, without padding. Each
+later forward adds one token to every sequence, at the sequence's own position.
 
 Shapes: B sequences, T tokens, S positions of the cache, H query heads, G KV heads, M = H / G, K head_dim.
 """
@@ -17,18 +16,18 @@ from titanlite.model import Documents, Llama
 
 
 class Step:
-    """Says which tokens the next forward adds, for the attention of all layers."""
+    """Says which tokens the next forward adds to the cache of all layers."""
 
     sequence: int | None = None
-    """The sequence that the next forward begins with its tokens, a prompt; None: each sequence gets one token."""
+    """Number of the sequence whose prompt the next forward adds; None: the forward adds one token to each sequence."""
     sequences_B: Tensor
     positions_B: Tensor
     """Position of each sequence's new token."""
     keys: dict[int, tuple[slice, Tensor]]
-    """By sliding window: the positions that some sequence attends to, and the mask of each over them, [B, 1, 1, S]."""
+    """By sliding window: the positions that some sequence attends to, and the sequences' mask of them, [B, 1, 1, S]."""
 
     def decode(self, positions: list[int], windows: Iterable[int], device: torch.device) -> None:
-        """Have the next forward add one token per sequence, at these positions. `windows`: sliding windows; 0: none."""
+        """Have the next forward add one token per sequence, at `positions`. `windows`: sliding windows; 0: none."""
         self.sequence, self.sequences_B = None, torch.arange(len(positions), device=device)
         self.positions_B = torch.tensor(positions, device=device)
         end, last_B1 = max(positions) + 1, self.positions_B[:, None]
@@ -43,8 +42,8 @@ class Step:
 
 
 class CachedAttention(nn.Module):
-    """Attends to the tokens of this forward and, after the prompt, to all tokens before them. The cache is filled with
-    zeros at first: masked keys have weight 0, but 0 times a NaN in uninitialized memory would be NaN."""
+    """Attends to a prompt or, with one new token per sequence, to all cached tokens. The cache is initialized to zeros,
+    because the weight 0 of a masked key times a NaN in uninitialized memory would be NaN."""
 
     def __init__(self, inner: nn.Module, step: Step, cache_2BGSK: Tensor):
         super().__init__()
@@ -52,7 +51,7 @@ class CachedAttention(nn.Module):
         self.k_BGSK, self.v_BGSK = cache_2BGSK
 
     def forward(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Documents | None = None) -> Tensor:
-        """Return [B, T, H, K], for the prompt of one sequence (B = 1) or one token of each sequence (T = 1)."""
+        """Return the output [B, T, H, K] for one prompt (B = 1) or one token of each sequence (T = 1)."""
         step = self.step
         if step.sequence is not None:
             for cache_BGSK, x_BTGK in ((self.k_BGSK, k_BTGK), (self.v_BGSK, v_BTGK)):
@@ -60,18 +59,17 @@ class CachedAttention(nn.Module):
             return self.inner(q_BTHK, k_BTGK, v_BTGK)
         for cache_BGSK, x_BTGK in ((self.k_BGSK, k_BTGK), (self.v_BGSK, v_BTGK)):
             cache_BGSK[step.sequences_B, :, step.positions_B] = x_BTGK[:, 0]
-        # The query heads of a KV head stand in the place of queries: few backends have GQA with a mask, and all this.
+        # Query heads of a KV head take the dimension of queries, because few attention backends mask grouped queries.
         q_BGMK = q_BTHK[:, 0].unflatten(1, (k_BTGK.shape[2], -1))
         keys, mask_B11S = step.keys[self.inner.window]
         k_BGSK, v_BGSK = self.k_BGSK[:, :, keys], self.v_BGSK[:, :, keys]
-        attend = getattr(self.inner, "attend_cached", F.scaled_dot_product_attention)  # an inner one with sinks has it
+        attend = getattr(self.inner, "attend_cached", F.scaled_dot_product_attention)  # SinkAttention has attend_cached
         out_BGMK = attend(q_BGMK, k_BGSK, v_BGSK, attn_mask=mask_B11S)
         return out_BGMK.flatten(1, 2).unsqueeze(1)
 
 
 def attach_cache(model: Llama, *, n_sequences: int, length: int, n_kv_heads: int) -> Step:
-    """Allocate the cache of each block, for `length` positions of a sequence and the KV heads of this rank, and let its
-    attention use it. Returns the Step to set before each forward."""
+    """Give each block's attention a cache for this rank's KV heads. Returns the Step to set before each forward."""
     step = Step()
     for block in model.layers.values():
         attention, weight = block.attention, block.attention.wo.weight

@@ -1,13 +1,13 @@
 """Continue prompts with a trained model.
 
-FOLDER is a checkpoint's step-N folder, a run's folder or that of its checkpoints (the newest one is taken), or a
-Hugging Face folder (config.json and safetensors). FILE has a prompt on each line or, if its name ends in .jsonl, a JSON
-object with the key "prompt" on each line.
+FOLDER is a checkpoint's step-N folder, a run's folder or the folder of its checkpoints (the newest checkpoint is
+taken), or a Hugging Face folder (config.json and safetensors). Each line of FILE is a prompt or, if the name of FILE
+ends in .jsonl, a JSON object with the key "prompt".
 
-Prints the text that follows each prompt, up to EOS or --max-new-tokens. Control characters other than line feeds and
-tabs are escaped (\\x1b), so that no text commands a terminal. With --chat, each prompt is a user's message in the
+Prints the text that follows each prompt, up to EOS or --max-new-tokens. Control characters except line feeds and tabs
+are escaped (\\x1b), so that no text commands a terminal. With --chat, each prompt is a user's message in the
 tokenizer's chat template, and the text is the assistant's answer. By default each token is the most likely one;
---temperature draws tokens at random, the same ones for the same --seed and prompt.
+--temperature draws tokens at random, but always the same tokens for the same --seed and prompt.
 
 Exit status: 0 done; 2 the folder or an argument is wrong.
 """
@@ -33,11 +33,11 @@ USAGE = """titanlite generate FOLDER ["prompt" ...] [--prompts FILE] [--chat] [-
            [--dtype float32|bfloat16|float64] [--tokenizer FOLDER]
            [--tensor-parallel-degree N] [--expert-parallel]"""
 LARGEST_FILE = 2**26
-"""Most characters of a file of prompts."""
+"""Most characters of a prompts file."""
 LONGEST = 2**20
 """Most tokens of a prompt and its continuation together."""
 SHARDED = ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
-"""Options of the model that the tensor-parallel degree must divide, besides those of experts."""
+"""Options of a dense model that the tensor-parallel degree must divide."""
 
 
 def _parser() -> Parser:
@@ -65,8 +65,7 @@ def _parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """Run `titanlite generate`, or one rank of it under torchrun: check the arguments, then start the tensor-parallel
-    ranks if there are several, or print the texts. Returns the exit status."""
+    """Run `titanlite generate`, or one of its ranks under torchrun. Returns the exit status."""
     arguments = _parser().parse_intermixed_args(argv)
     random = {key: getattr(arguments, key) for key in ("top_k", "top_p", "seed")}
     random = {key: value for key, value in random.items() if value is not None}
@@ -79,7 +78,7 @@ def main(argv: list[str]) -> int:
     if not texts:
         raise ConfigError(["command line: expected a prompt, or --prompts FILE with one; --help tells more"])
 
-    import torch  # here, so that --help and wrong arguments do not wait for it
+    import torch  # imported here, so that --help and wrong arguments do not wait for the import
 
     from titanlite.data.tokenizer import continuation, encode_prompts
     from titanlite.tools.generate.folder import open_folder
@@ -90,10 +89,10 @@ def main(argv: list[str]) -> int:
     tokenizer = folder.tokenizer(arguments.tokenizer)
     stop = folder.stop_tokens(tokenizer)
     if arguments.chat:
-        from titanlite.techniques.data.chat_template import encode_questions  # imported here: other prompts need none
+        from titanlite.techniques.data.chat_template import encode_questions  # imported here: only --chat needs it
 
         prompts = tokenizer.call(encode_questions, texts)
-        list(map(tokenizer.rows.require, texts, prompts))  # raises ConfigError for an id without a row
+        list(map(tokenizer.rows.require, texts, prompts))  # rejects a token without an embedding
     else:
         prompts = encode_prompts(tokenizer, texts)
     launch = Launch.from_environment(torch.cuda.device_count())
@@ -120,17 +119,9 @@ def main(argv: list[str]) -> int:
 
 
 def read_prompts(file: Path) -> list[str]:
-    """Return the prompts of a file: its lines or, in a .jsonl file, the "prompt" of each line's object. Lines end as in
-    training data. Raises ConfigError if the file cannot be read or has more than LARGEST_FILE characters."""
-    options, lines, size = Training(dataset="text", text_sample_by="line"), [], 0
-    try:
-        for row in read_rows(options, segment_of(options, file), ["text"]):
-            lines.append(row.values["text"])
-            size += len(lines[-1]) + 1
-            if size > LARGEST_FILE:
-                raise ConfigError([f"{file}: expected at most {LARGEST_FILE:,} characters"])
-    except ConfigError as error:
-        raise ConfigError([f"--prompts {problem}" for problem in error.problems]) from None
+    """Return the prompts of a file: its lines or, in a .jsonl file, the "prompt" of each line's JSON object. Raises
+    ConfigError as `read_lines` does, or if a line has no prompt."""
+    lines = read_lines(file, "--prompts ")
     if ".jsonl" not in file.suffixes:
         return lines
     prompts = []
@@ -143,9 +134,24 @@ def read_prompts(file: Path) -> list[str]:
     return prompts
 
 
+def read_lines(file: Path, argument: str = "") -> list[str]:
+    """Return the lines of a file, which end as in training data. Raises ConfigError, with the argument that names the
+    file, if it cannot be read or has more than LARGEST_FILE characters."""
+    options, lines, size = Training(dataset="text", text_sample_by="line"), [], 0
+    try:
+        for row in read_rows(options, segment_of(options, file), ["text"]):
+            lines.append(row.values["text"])
+            size += len(lines[-1]) + 1
+            if size > LARGEST_FILE:
+                raise ConfigError([f"{file}: expected at most {LARGEST_FILE:,} characters"])
+    except ConfigError as error:
+        raise ConfigError([f"{argument}{problem}" for problem in error.problems]) from None
+    return lines
+
+
 def check_length(options: Model, longest: int, new: int, batch_size: int, itemsize: float) -> None:
-    """Raise ConfigError if a prompt and its continuation are too long, or the KV cache of a batch of them does not fit
-    into a rank's memory. `itemsize`: bytes of a number, divided by the ranks that share it."""
+    """Raise ConfigError if the longest prompt and `new` tokens are too long for the model, or the KV cache of a batch
+    does not fit into a rank's memory. `itemsize`: bytes of a number in the cache, divided by the number of ranks."""
     import torch
 
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -159,7 +165,7 @@ def check_length(options: Model, longest: int, new: int, batch_size: int, itemsi
 
 
 def check_degree(options: Model, degree: int, launch: Launch, *, expert_parallel: bool) -> None:
-    """Raise ConfigError if a model cannot be sharded over `degree` ranks, or this node or launch has another number."""
+    """Raise ConfigError if a model cannot be sharded over `degree` ranks, or another number of ranks runs."""
     option, n_experts, problems = f"--tensor-parallel-degree = {degree}", options.moe.n_experts, []
     sizes = {f"model.{key}": getattr(options, key) for key in SHARDED}
     if expert_parallel and (degree == 1 or not n_experts):
@@ -180,7 +186,7 @@ def check_degree(options: Model, degree: int, launch: Launch, *, expert_parallel
 
 @contextlib.contextmanager
 def _ranks(launch: Launch, degree: int) -> Iterator[tuple[Any, Any]]:
-    """Yield this rank's device and the tensor-parallel mesh; a single rank needs no group, and its mesh is None."""
+    """Yield this rank's device and the tensor-parallel mesh, which is None for a single rank."""
     from titanlite.launch.process_group import device_of, process_group
     from titanlite.parallel import mesh
 

@@ -24,24 +24,24 @@ from titanlite.model import Llama
 
 @dataclasses.dataclass(frozen=True)
 class ModelFolder:
-    """Describes a trained model; `load` reads the weights."""
+    """Describes the trained model of a folder. Only `load` reads the weights."""
 
     path: Path
-    """The Hugging Face folder, or the checkpoint's step-N folder."""
+    """Path of the Hugging Face folder, or of the checkpoint's step-N folder."""
     options: Model
     dtype: torch.dtype
-    """The data type of the weights."""
+    """Data type of the weights."""
     is_hugging_face: bool
     config: dict[str, Any]
-    """The run's config.toml; empty if there is none."""
+    """Content of the run's config.toml; empty if the run has none."""
 
     def value(self, section: str, key: str) -> Any:
-        """Return a value of the run's config.toml; None if it is not there."""
+        """Return a value of the run's config.toml, or None if config.toml lacks the key."""
         return value_of_run(self.config, section, key)
 
     def tokenizer_path(self, choice: str | None) -> str:
         """Return the path of the tokenizer; "" stands for the byte tokenizer. `choice` is the argument --tokenizer, or
-        None. Raises ConfigError if neither it nor the folder names one."""
+        None. Raises ConfigError if neither `choice` nor the folder names a tokenizer."""
         if choice is not None:
             return "" if choice == "bytes" else choice
         if self.is_hugging_face:
@@ -55,7 +55,7 @@ class ModelFolder:
         return path
 
     def tokenizer(self, choice: str | None) -> Tokenizer:
-        """Return the tokenizer. Raises ConfigError if it does not fit the model."""
+        """Return the tokenizer. Raises ConfigError if the tokenizer does not fit the model."""
         rows = Rows(
             self.options.vocab_size,
             str(self.path),
@@ -64,20 +64,19 @@ class ModelFolder:
         return build_tokenizer(self.tokenizer_path(choice)).fit(rows)
 
     def stop_tokens(self, tokenizer: Tokenizer) -> set[int]:
-        """Return the tokens that end a text: EOS, and those of generation_config.json, such as the end of a turn."""
+        """Return the tokens that end a text: EOS and eos_token_id of generation_config.json, often an end of turn."""
         file = self.path / "generation_config.json"
         if not self.is_hugging_face or not file.exists():
             return {tokenizer.eos}
         return {tokenizer.eos, *token_ids(read_json_object(file), "eos_token_id", file)}
 
     def load(self, model: Llama) -> None:
-        """Fill the parameters, plain tensors or this rank's shards, each cast to its dtype. Every rank must call it.
-        Raises ConfigError on every rank, if one of them cannot read what it needs."""
+        """Fill a model's parameters. Every rank must call `load`. Raises ConfigError on all ranks if one fails."""
         load_weights(self.path, model, self.options)
 
 
 def open_folder(folder: Path) -> ModelFolder:
-    """Return the description of a folder. Raises ConfigError if it has no model, or its description is damaged."""
+    """Return the description of a folder. Raises ConfigError if the folder has no model or a damaged description."""
     if (folder / "config.json").is_file():
         options = model_of(folder)
         return ModelFolder(folder, options, _hf_dtype(folder, options), True, {})
@@ -92,12 +91,12 @@ def open_folder(folder: Path) -> ModelFolder:
         raise ConfigError([f"{folder}: expected {expected}{hint}"]) from None
     config = config or read_config(config_file_of_run(path))
     reader = CheckpointReader(path)
-    dtype = reader.dtypes.get(f"model.{EMBEDDING}", torch.float32)  # a checkpoint without it is rejected later
+    dtype = reader.dtypes.get(f"model.{EMBEDDING}", torch.float32)  # `load` rejects a checkpoint without embedding
     return ModelFolder(path, model_options(path, reader.state), dtype, False, config)
 
 
 def _hf_dtype(folder: Path, options: Model) -> torch.dtype:
-    """Return the dtype of the embedding, which all weights share. A damaged file is rejected when it is loaded."""
+    """Return the dtype of the embedding, which all weights share; float32 for a damaged file, which `load` rejects."""
     files = tensor_files(folder)
     name = name_in(files, hf_name(EMBEDDING, options))
     try:

@@ -1,4 +1,4 @@
-"""The loop of generation: in each batch, one forward per prompt, then one forward per new token of all prompts."""
+"""Generate in batches: one forward for each prompt, then one forward for the next token of all prompts of a batch."""
 
 from collections.abc import Callable, Iterator
 
@@ -13,20 +13,20 @@ from titanlite.tools.generate.cache import attach_cache
 from titanlite.tools.generate.folder import ModelFolder
 
 Choose = Callable[[torch.Tensor, range], list[int]]
-"""(logits [B, V], the prompts that they continue) to the next tokens."""
+"""A function that maps logits [B, V] and the range of the batch's prompts to the next token of each sequence."""
 
 
 class Generator:
-    """Continues prompts with a model, at most `batch_size` of them at a time.
+    """Continues prompts with a model, at most `batch_size` prompts at a time.
 
-    Under tensor parallel every rank must make the same calls, and gets the same logits. Activations are sharded over
-    tokens there, so a forward needs a multiple of the degree. Prompts are padded at their end with tokens that they do
-    not attend to and that later tokens replace; batches are padded with copies of the first sequence.
+    Under tensor parallel every rank must make the same calls, and gets the same logits. Tensor parallel shards
+    activations over tokens, so the number of tokens of a forward must be a multiple of the degree: prompts are padded
+    at their end, and batches with copies of the first sequence.
 
     Args:
         mesh: the tensor-parallel ranks; None: this process alone.
-        expert_parallel: each of these ranks has some of the experts, instead of a shard of each expert.
-        longest: tokens of the longest prompt.
+        expert_parallel: each rank of `mesh` has some of the experts, instead of a shard of each expert.
+        longest: number of tokens of the longest prompt.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Generator:
         return -(-count // self.degree) * self.degree
 
     def generate(self, prompts: list[list[int]], stop: set[int], choose: Choose) -> Iterator[list[int]]:
-        """Yield the tokens that continue each prompt, without the token of `stop` that ended them, batch by batch."""
+        """Yield the tokens that continue each prompt, without the final token of `stop`, batch by batch."""
         for first in range(0, len(prompts), self.n_sequences):
             batch = prompts[first : first + self.n_sequences]
             yield from self._generate_batch(batch, range(first, first + len(batch)), stop, choose)
@@ -86,7 +86,7 @@ class Generator:
         return texts
 
     def _prefill(self, sequence: int, prompt: list[int]) -> torch.Tensor:
-        """Put a prompt into the cache. Returns the logits of its last token, [1, V]."""
+        """Put a prompt into the cache. Returns the logits of the prompt's last token, [1, V]."""
         self.step.sequence = sequence
         tokens = [*prompt, *[0] * (self._padded(len(prompt)) - len(prompt))]
         positions_BT = torch.arange(len(tokens), device=self.device)[None]
@@ -94,7 +94,7 @@ class Generator:
         return self.model(torch.tensor([tokens], device=self.device), positions_BT, targets=last_B)
 
     def _decode(self, tokens: list[int], positions: list[int]) -> torch.Tensor:
-        """Add one token to each sequence. Returns their logits, [B, V]."""
+        """Add one token to each sequence. Returns the logits of the added tokens, [B, V]."""
         missing = self.n_sequences - len(tokens)
         tokens, positions = [*tokens, *tokens[:1] * missing], [*positions, *positions[:1] * missing]
         self.step.decode(positions, self.windows, self.device)

@@ -1,4 +1,4 @@
-"""Choose the next tokens from their logits, greedily or at random.
+"""Choose the next tokens from logits, greedily or at random.
 
 Shapes: B sequences, N tokens, D model width, V vocabulary.
 """
@@ -19,43 +19,42 @@ class Sampling:
     temperature: float = 0.0
     """Divides the logits; 0: the most likely token, always (greedy)."""
     top_k: int = 0
-    """Draw from the k most likely tokens; 0: from all."""
+    """Draw from the k most likely tokens; 0: from all tokens."""
     top_p: float = 1.0
-    """Draw from the smallest set of most likely tokens whose total probability is at least this."""
+    """Draw from the smallest set of most likely tokens whose total probability is at least top_p."""
     seed: int = 42
 
 
 def prompt_generators(prompts: list[str], seed: int) -> list[torch.Generator]:
-    """Return a random number generator for each prompt. It depends on the seed, the prompt and how often the prompt
-    came before. So a text does not depend on the other prompts, and equal prompts have different texts."""
+    """Return a random number generator for each prompt. A generator is seeded by `seed`, the prompt, and how often the
+    prompt came before, so a text does not depend on other prompts, and equal prompts get different texts."""
     counts: collections.Counter[str] = collections.Counter()
     generators = []
     for prompt in prompts:
-        # repr: text in an argument may be no valid UTF-8
+        # repr, because the text of a command-line argument may be invalid UTF-8
         generators.append(torch.Generator().manual_seed(parameter_seed(seed, f"{counts[prompt]}/{prompt!r}")))
         counts[prompt] += 1
     return generators
 
 
 def probabilities(logits_BV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Return the probabilities with which tokens are drawn, in descending order, and the tokens. Left-out tokens have
-    probability 0. After top-p the sum is below 1."""
+    """Return the probabilities with which tokens are drawn, in descending order (0 if excluded), and the tokens."""
     logits_BV, tokens_BV = logits_BV.double().sort(dim=-1, descending=True, stable=True)
-    logits_BV = (logits_BV - logits_BV[:, :1]) / sampling.temperature  # the largest is 0, so none overflows
+    logits_BV = (logits_BV - logits_BV[:, :1]) / sampling.temperature  # 0 is the largest: exp cannot overflow
     if sampling.top_k:
         logits_BV[:, sampling.top_k :] = -torch.inf
     probabilities_BV = logits_BV.softmax(-1)
-    before_BV = probabilities_BV.cumsum(-1) - probabilities_BV  # total probability of more likely tokens
+    before_BV = probabilities_BV.cumsum(-1) - probabilities_BV  # total probability of all more likely tokens
     return probabilities_BV.where(before_BV < sampling.top_p, 0), tokens_BV
 
 
 def choose(logits_BV: Tensor, sampling: Sampling, generators: list[torch.Generator]) -> list[int]:
-    """Return the next token of each sequence. If they are random, each generator gives one number."""
+    """Return the next token of each sequence. At a temperature above 0, each generator draws one number."""
     if sampling.temperature == 0:
         return logits_BV.argmax(-1).tolist()
     numbers = [torch.rand(1, generator=each, dtype=torch.float64) for each in generators]
     probabilities_BV, tokens_BV = probabilities(logits_BV, sampling)
     cumulative_BV = probabilities_BV.cumsum(-1)
-    # The first token whose cumulative probability is above a number below the sum: one with probability 0 never is.
+    # Take the first token whose cumulative probability exceeds the threshold: its probability is never 0.
     thresholds_B1 = torch.stack(numbers).to(logits_BV.device) * cumulative_BV[:, -1:]
     return tokens_BV.gather(1, torch.searchsorted(cumulative_BV, thresholds_B1, right=True))[:, 0].tolist()

@@ -1,7 +1,7 @@
 """Compare the optimizer step of another program with the same step in one process in float64.
 
 The step is computed twice here: in float64, which is the reference, and with the other program's rounding. The distance
-between the two says how large a difference rounding explains. Updated weights are compared with a step from the other
+between the two results says how large a difference rounding explains. Updated weights are compared with a step from the
 program's own gradients, if it wrote them, since Adam can turn rounding of a gradient into a step of full size.
 """
 
@@ -26,33 +26,36 @@ from titanlite.optimizer import build_adam
 from titanlite.rope import rope_table
 from titanlite.tools.parity.compare import FLOAT64_TOLERANCE, ROUNDING_FACTOR
 from titanlite.tools.parity.ratios import Row, clusters, describe, relative
-from titanlite.tools.parity.recorded_step import Dtypes, RecordedStep, read_step
+from titanlite.tools.parity.recorded_step import Dtypes, RecordedStep, read_steps
 from titanlite.tools.parity.reference import token_losses
 from titanlite.tools.parity.routes import Routes, set_loads, with_balance_loss
 
 CPU = torch.device("cpu")
-CHUNK_LOGITS = 2**26
-"""Most logits in memory at a time, half a GiB in float64; a single sequence may have more."""
+CHUNK_LOGITS = 2**26  # most logits in memory at a time, half a GiB in float64; a single sequence may have more
 FLOAT64 = Dtypes(weights="float64", compute="float64", reduce="float64")
 Tensors = dict[str, Tensor]
 _scalar = functools.partial(torch.tensor, dtype=torch.float64)
 
 
 class Pass(NamedTuple):
-    """A forward and backward of a recorded step, all in float64, and where its tokens went."""
+    """The results of a forward and backward of a recorded step, in float64, and the experts of its tokens."""
 
     losses_BT: Tensor
-    loss: Tensor
-    """The weighted sum of the tokens' losses."""
+    loss: Tensor  # the weighted sum of the tokens' losses
     gradients: Tensors
     routes: Routes
 
 
 def run_against(folder: Path) -> int:
-    """Print the comparison with the step in a folder, and return the exit status: 0 if rounding explains every
-    difference, 1 if not, 2 if it explains too much. Raises ConfigError if the folder is wrong, or the step is not
-    finite."""
-    recorded = read_step(folder)
+    """Print the comparison with the steps in a folder. Return the exit status: 0 if rounding explains every difference,
+    1 if not, 2 if rounding explains wrong factors. Raises ConfigError if the folder is wrong or a step infinite."""
+    first, *second = read_steps(folder)
+    statuses = [_report(folder, first), *(_report(folder / "second", each) for each in second)]
+    return 1 if 1 in statuses else max(statuses)
+
+
+def _report(folder: Path, recorded: RecordedStep) -> int:
+    """Print the comparison with one step. Return its exit status."""
     step, (n_sequences, seq_len) = recorded.step, recorded.tokens_BT.shape
     dtypes = ", ".join(f"{name} {dtype}" for name, dtype in step.dtypes.model_dump().items())
     print(f"{folder}: {printable(step.program) or 'a step of another program'}")
@@ -83,8 +86,8 @@ def run_against(folder: Path) -> int:
 
 
 def compare(recorded: RecordedStep, in_float64: Pass, as_theirs: Pass) -> dict[str, list[Row]]:
-    """Return the results of both programs as rows, by kind: "experts", "loss", "gradients", "gradient norm", "updates".
-    The passes are in float64, and with the rounding of the program."""
+    """Return the compared results of both programs as rows, by kind: "experts", "loss", "gradients", "gradient norm",
+    "updates". `as_theirs` has the rounding of the other program."""
     step = recorded.step
     losses, loss, exact, routes = in_float64
     rounded_losses, rounded_loss, rounded, rounded_routes = as_theirs
@@ -94,7 +97,7 @@ def compare(recorded: RecordedStep, in_float64: Pass, as_theirs: Pass) -> dict[s
         rows = routes.rows(rounded_routes)
         groups["experts"] = [Row(f"experts of {name}", *both, _allowed(error)) for name, *both, error in rows]
     if step.loss is not None:
-        # The rounding of a mean may happen to be zero. It is no larger than the mean of the tokens' roundings.
+        # A mean's rounding may happen to be zero, so take its bound, the mean of the tokens' roundings.
         allowed = _allowed((rounded_losses - losses).abs().sum() / losses.sum())
         groups["loss"] = [Row("loss", _scalar(step.loss), loss, allowed, rounded_loss)]
     # A gradient that is zero except for rounding in float64, such as that of keys' biases, has no digits to compare.
@@ -114,12 +117,12 @@ def compare(recorded: RecordedStep, in_float64: Pass, as_theirs: Pass) -> dict[s
 
 
 def _compare_updates(recorded: RecordedStep, exact: Tensors, rounded: Tensors, not_zero: set[str]) -> list[Row]:
-    """Return what both optimizers added to the weights. Ours takes the other program's gradients, if there are any."""
+    """Return what both optimizers added to the weights, ours from the other program's gradients if it wrote them."""
     dtype, own, before = getattr(torch, recorded.step.dtypes.weights), recorded.gradients, recorded.weights
     ours, theirs = updates(recorded, own or exact, torch.float64), updates(recorded, own or rounded, dtype)
     errors = {name: relative(theirs[name], ours[name]) for name in ours}
     if own is None:
-        # As in compare.tolerances, rounding becomes a step of lr for few elements, in one matrix or another.
+        # Adam turns rounding into a step of lr for few elements of any matrix, so allow the largest error of all.
         dims = {name: tensor.dim() for name, tensor in ours.items()}
         errors = {name: max(errors[each] for each in ours if dims[each] == dims[name]) for name in ours}
     theirs = {name: theirs[name] for name in not_zero}
@@ -134,23 +137,23 @@ def _norm(tensors: Tensors) -> Tensor:
 
 
 def _allowed(error: Tensor | float, magnitude: Tensor | float = 1.0) -> float:
-    """Return the relative distance that rounding explains. `error`: the distance of the rounded step from the one in
-    float64; NaN if both are zero. `magnitude`: at least 1, or NaN; the factor on float64's own tolerance."""
+    """Return the relative distance that rounding explains. `error`: relative distance of the rounded step from the
+    float64 step; NaN if both steps are zero. `magnitude`: factor on float64's tolerance, at least 1, or NaN."""
     factors = [ROUNDING_FACTOR * float(error), FLOAT64_TOLERANCE * float(magnitude), FLOAT64_TOLERANCE]
     return max(factor for factor in factors if math.isfinite(factor))
 
 
 def _error_of_sum(tensors: Tensors) -> float:
-    """Return the relative error that a norm may have if its squares are summed in float32. It assumes the worst order:
-    the squares of a tensor are added one after the other. torch adds them in 8 lanes on a CPU."""
+    """Return the relative error of a norm whose squares are summed in float32, in the worst order: one after the other
+    within a tensor. torch adds squares in 8 lanes on a CPU."""
     squares = [tensor.flatten().square().numpy() for tensor in tensors.values()]
     lost = sum(abs(np.cumsum(each, dtype=np.float32)[-1] - each.sum()) for each in squares)
     return float(lost / (sum(each.sum() for each in squares) or 1.0))
 
 
 def forward_backward(recorded: RecordedStep, dtypes: Dtypes, mean_BT: Tensor | None = None) -> Pass:
-    """Compute the losses, and the gradients with those of the balance loss, if there is one. `mean_BT` weights the
-    tokens' losses; None: their mean over the valid tokens. Raises ConfigError if a number is NaN or infinite."""
+    """Compute the losses and gradients of a recorded step, gradients of its balance loss included. `mean_BT` weights
+    the tokens' losses; None: each weight is 1 / valid tokens. Raises ConfigError if a number is NaN or infinite."""
     weights, compute, reduce = (getattr(torch, name) for name in (dtypes.weights, dtypes.compute, dtypes.reduce))
     (n_sequences, seq_len), positions_BT = recorded.tokens_BT.shape, recorded.positions_BT
     options = with_balance_loss(recorded.model, recorded.step.balance_loss)
@@ -158,10 +161,10 @@ def forward_backward(recorded: RecordedStep, dtypes: Dtypes, mean_BT: Tensor | N
     model.materialize(CPU)
     routes.follow(model)
     if compute != torch.float64:
-        _round_angles(model)
+        round_angles(model)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
-            tensor.copy_(recorded.weights.get(name, tensor))  # a tied head is the embedding
+            tensor.copy_(recorded.weights.get(name, tensor))  # a tied head has no tensor in the folder
     if mean_BT is None:
         mean_BT = torch.full((n_sequences, 1), 1 / recorded.n_valid, dtype=torch.float64)
     scale, losses = recorded.step.degrees.loss_scale if compute == torch.float16 else 1.0, []
@@ -189,33 +192,39 @@ def forward_backward(recorded: RecordedStep, dtypes: Dtypes, mean_BT: Tensor | N
     return Pass(losses_BT, (losses_BT * mean_BT).sum(), gradients, routes)
 
 
-def _round_angles(model: Llama) -> None:
+def round_angles(model: Llama) -> None:
     """Compute the rotary table from angles in float32, like programs that compute in float32 or less."""
     tables = [rope_table(kind, model.max_seq_len, model.rope.dtype, torch.float32) for kind in model.rope_kinds]
-    model.rope = torch.stack(tables)
+    model.rope = torch.stack(tables).to(model.rope.device)
 
 
 def updates(recorded: RecordedStep, gradients: Tensors, dtype: torch.dtype) -> Tensors:
-    """Return what the optimizer's first step adds to each weight, in float64, with weights in `dtype`."""
-    options, max_norm = recorded.step.optimizer, recorded.step.max_norm
+    """Return what the optimizer's step adds to each weight, in float64, with weights in `dtype`. The optimizer's states
+    are zero or, for a second step, those after the recorded gradients of the first."""
+    options, previous = recorded.step.optimizer, recorded.previous
     parameters = {name: nn.Parameter(recorded.weights[name].to(dtype, copy=True)) for name in gradients}
-    for name, parameter in parameters.items():
-        parameter.grad = gradients[name].to(dtype, copy=True)  # clipping changes the copy
-    if max_norm is not None:
-        nn.utils.clip_grad_norm_(parameters.values(), max_norm)
     groups = [
         {"params": [p], "weight_decay": options.weight_decay * (min(p.dim(), 2) in options.weight_decay_dims)}
         for p in parameters.values()
     ]
     adam = options.model_dump(include={"lr", "beta1", "beta2", "eps"})
-    build_adam(groups, Optimizer(**adam, implementation="for-loop"), options.name).step()
+    optimizer = build_adam(groups, Optimizer(**adam, implementation="for-loop"), options.name)
+    for each, own in [*([(previous, previous.gradients)] if previous else []), (recorded, gradients)]:
+        for name, parameter in parameters.items():
+            parameter.data = each.weights[name].to(dtype, copy=True)
+            parameter.grad = own[name].to(dtype, copy=True)  # clipping changes the copy
+        if each.step.max_norm is not None:
+            nn.utils.clip_grad_norm_(parameters.values(), each.step.max_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = each.step.optimizer.lr
+        optimizer.step()
     return {name: parameter.detach().double() - recorded.weights[name] for name, parameter in parameters.items()}
 
 
 def findings(recorded: RecordedStep, groups: dict[str, list[Row]]) -> Iterator[str]:
-    """Yield lines that say in what the two programs differ, and which number explains a ratio."""
+    """Yield lines that say where the two programs differ, and which number explains a ratio."""
     quantities, by_ratio = _quantities(recorded), {kind: clusters(rows) for kind, rows in groups.items()}
-    # A norm over n equal shards or copies has a factor of sqrt(n).
+    # A norm that counts each of n copies of a tensor is sqrt(n) times too large.
     of_norm = quantities | {f"sqrt({name})": math.sqrt(value) for name, value in quantities.items()}
     kind = "gradients" if recorded.gradients is not None else "loss"
     explained: set[str] = set()
@@ -267,7 +276,7 @@ def _whom(members: list[Row], rows: list[Row], kind: str) -> str:
 
 
 def _quantities(recorded: RecordedStep) -> dict[str, float]:
-    """Return the numbers that may have become a factor, each by its name."""
+    """Return, by name, the numbers that a program may have multiplied or divided its gradients by."""
     n_valid, n_tokens = recorded.n_valid, recorded.tokens_BT.numel()
     tokens = {"tokens": n_valid} if n_valid == n_tokens else {"valid tokens": n_valid, "all tokens": n_tokens}
     degrees = {name.replace("_", " "): value for name, value in recorded.step.degrees.model_dump().items()}
@@ -276,12 +285,12 @@ def _quantities(recorded: RecordedStep) -> dict[str, float]:
         numbers |= {"experts": recorded.model.moe.n_experts, "top-k": recorded.model.moe.n_experts_per_token}
     norm, max_norm = recorded.step.gradient_norm, recorded.step.max_norm
     if norm is not None and max_norm is not None and norm > max_norm:
-        numbers["gradient norm / max_norm"] = norm / max_norm  # a factor of gradients written after clipping
+        numbers["gradient norm / max_norm"] = norm / max_norm  # clipping divides gradients by this number
     return numbers
 
 
 def _other_balance_losses(recorded: RecordedStep, rows: list[Row], quantities: dict[str, float]) -> Iterator[str]:
-    """Yield in words how much of the balance loss is in the gradients, if that explains them."""
+    """Yield in words what share of the balance loss is in the gradients, if such a share explains their differences."""
     step = recorded.step.model_copy(update={"balance_loss": None})
     without = forward_backward(dataclasses.replace(recorded, step=step), FLOAT64).gradients
     bare = [without[row.name.removeprefix("gradient ")] for row in rows]
@@ -297,8 +306,8 @@ def _other_balance_losses(recorded: RecordedStep, rows: list[Row], quantities: d
 
 
 def _other_losses(recorded: RecordedStep, groups: dict[str, list[Row]], kind: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield, in words, each other loss that trainers are known to compute and that explains the rows of `kind`; and
-    which of gradients and loss it explains."""
+    """Yield the wrong losses that trainers are known to compute and that explain the rows of `kind`: each in words,
+    with the list of "gradients" and "loss" that it explains."""
     valid_BT, degrees, n_sequences = recorded.targets_BT != IGNORED, recorded.step.degrees, len(recorded.targets_BT)
     counts: dict[int, list[str]] = {}
     for name, count in {

@@ -1,15 +1,14 @@
 """Compare a config's layout with a single process: loss, gradient norm, every gradient, every updated weight.
 
-The model is shrunk, the layout is not: a model that fits runs with the same number of ranks, degrees, schedule,
-microbatches and precision options. The ranks are processes on this machine's CPUs or, under torchrun, those of the
-launch: torchrun ... -m titanlite parity CONFIG.toml [...]. Exit status: 0 all differences are within rounding; 1
-one is not; 2 the config or the launch is wrong.
+The model is shrunk so that it fits this machine; the number of ranks, degrees, schedule, microbatches and precision
+options stay. The ranks are processes on this machine's CPUs or, under torchrun, those of the launch: torchrun ... -m
+titanlite parity CONFIG.toml [...]. Exit status: 0 equal within rounding; 1 different; 2 the config or launch is wrong.
 
 With --all, a standard set of layouts is compared: each axis alone and in pairs, activation checkpointing, compiled
 blocks, gradient accumulation, chunked cross-entropy. --own FILE.py:NAME compares own parts (docs/extend.md).
 
 With --against FOLDER, one optimizer step of another program is compared with the same step in float64 in this process.
-The folder has (docs/verify_your_trainer.md describes each file, and examples/verify/ has programs that write them):
+FOLDER contains (docs/verify_your_trainer.md describes each file; programs in examples/verify/ write them):
   config.json, model.safetensors   the model and its weights before the step, as transformers writes them
   batch.safetensors                tokens, targets (-100: none), optionally document_positions: int64 [B, T]
   step.json                        program, dtypes, optimizer, max_norm, degrees, loss, gradient_norm, balance_loss
@@ -37,12 +36,11 @@ USAGE = """titanlite parity CONFIG.toml [--section.key=value ...] [--own FILE.py
                         [--dtype=float64]
        titanlite parity --against FOLDER"""
 TIMEOUT_SECONDS = 600
-GIB_PER_RANK = 0.15
-"""Memory of a rank of the shrunk model on a CPU. 0.10 to 0.13 GiB were measured."""
+GIB_PER_RANK = 0.15  # memory of a rank of the shrunk model on a CPU; 0.10 to 0.13 GiB were measured
 
 
 def main(argv: list[str]) -> int:
-    """Run the command and return its exit status."""
+    """Run `titanlite parity` and return its exit status."""
     parser = Parser(USAGE, __doc__)
     parser.add_argument("--steps", type=count(), default=3, help="optimizer steps")
     parser.add_argument("--dtype", choices=["float64", "float32", "bfloat16", "float16"], default="float64")
@@ -54,7 +52,7 @@ def main(argv: list[str]) -> int:
     if arguments.against is not None:
         if len([each for each in argv if each != "--against"]) != 1:
             raise ConfigError(["command line: --against FOLDER takes no config and no other option"])
-        from titanlite.tools.parity.against import run_against  # imported here, since the import of torch takes seconds
+        from titanlite.tools.parity.against import run_against  # late import: torch takes seconds
 
         return run_against(arguments.against)
     own, config_arguments = take_own(config_arguments)
@@ -70,7 +68,7 @@ def main(argv: list[str]) -> int:
     config, changes = smaller(loaded, launch, arguments.dtype)
     if not launched:
         check_memory(loaded.file, launch.world_size)
-    # Here, since the import of torch takes seconds, and --help and a wrong config do not need it.
+    # Late imports: torch takes seconds to import, and --help and a wrong config do not need it.
     from titanlite.launch.process_group import device_of, process_group
     from titanlite.metrics.summary import describe_mesh
     from titanlite.tools.parity.compare import print_comparison, tolerances

@@ -9,22 +9,21 @@ from titanlite.config import Config
 from titanlite.tools.parity.reference import Trace, run_reference
 
 FLOAT64_TOLERANCE = 1e-11
-"""float64 rounds to 1.1e-16. A gradient sums at most some thousand terms, in another order: an error of 1e-13 of its
-size. AdamW divides by the gradient's size, so the error is at most this fraction of a step of lr = 1e-2, for gradients
-that are not themselves rounding."""
+"""float64 rounds to 1.1e-16. A layout sums some thousand terms of a gradient in another order, with a relative error of
+1e-13. AdamW divides by the gradient's size, so a step of lr = 1e-2 has the same relative error, unless a gradient is
+all rounding."""
 ROUNDING_FACTOR = 8
-"""In lower precision, rounding moves the reference away from its result in float64. A layout may differ from the
-reference by this many times that distance. Two roundings of one size differ by twice their size. The rest is for the
-largest of many thousands of elements, and for sums over ranks with one more rounding each."""
+"""A layout in lower precision may differ from the reference by this many times the distance between the reference and
+its result in float64. Two roundings of one size differ by twice that size. The rest of the factor 8 is for the largest
+of many thousands of elements, and for sums over ranks, which round once more."""
 
 
 Numbers = dict[str, float]  # a number for each entry of a trace
 
 
 def differences(reference: Trace, layout: Trace) -> dict[str, float]:
-    """Return the largest absolute difference of each entry of two traces, in the order of computation: the first that
-    is too large is where the runs diverge. It is infinite where one trace lacks the entry, shapes differ, or a value
-    is not a number."""
+    """Return the largest absolute difference of each entry of two traces, in the order of computation: the first large
+    difference is where the runs diverge. The difference is infinite for a missing entry, other shapes and NaN."""
     result = dict.fromkeys(reference | layout, math.inf)
     for name in reference.keys() & layout.keys():
         if reference[name].shape == layout[name].shape:
@@ -56,7 +55,7 @@ def tolerances(config: Config, reference: Trace, device: torch.device, *, steps:
 
 
 def judge(reference: Trace, layout: Trace, tolerances: Numbers) -> tuple[Numbers, Numbers, list[str], str]:
-    """Return the differences, what is allowed, the entries that differ by more, and the verdict."""
+    """Return the differences, the tolerances, the entries that differ by more than their tolerance, and the verdict."""
     actual = differences(reference, layout)
     # Initial weights must agree bit for bit. An entry that the reference lacks has tolerance 0: any difference fails.
     allowed = {name: 0.0 if name.startswith("initial weight") else tolerances.get(name, 0.0) for name in actual}
@@ -78,7 +77,7 @@ def print_comparison(reference: Trace, layout: Trace, tolerances: dict[str, floa
         return "DIFFERS" if any(name in wrong for name in names) else "equal"
 
     print(f"{'':40} {'single process':>18} {'layout':>18} {'difference':>11} {'allowed':>9}")
-    for name in [name for name, tensor in reference.items() if tensor.dim() == 0]:  # losses and norms
+    for name in [name for name, tensor in reference.items() if tensor.dim() == 0]:  # scalars: losses and norms
         values = f"{reference[name].item():18.12f} {layout[name].item():18.12f}"
         print(f"{name:40} {values} {actual[name]:11.1e} {allowed[name]:9.1e}  {verdict(name)}")
     print(f"\n{'largest difference':40} {'initial weight':>18} {'gradients':>18} {'final weight':>11}")
@@ -86,7 +85,7 @@ def print_comparison(reference: Trace, layout: Trace, tolerances: dict[str, floa
         parameter = initial.removeprefix("initial weight ")
         final = f"final weight {parameter}"
         gradients = [name for name in actual if name.endswith(f" gradient {parameter}")]
-        largest = max((actual[name] for name in gradients), default=0.0)  # a frozen weight has none
+        largest = max((actual[name] for name in gradients), default=0.0)  # a frozen weight has no gradient
         values = f"{actual[initial]:18.1e} {largest:18.1e} {actual[final]:11.1e}"
         print(f"{parameter:40} {values} {'':9}  {verdict(initial, *gradients, final)}")
     print(f"\n{conclusion}")

@@ -22,7 +22,7 @@ from titanlite.tools.parity.training_run import run_layout
 
 
 class RankError(AssertionError):
-    """A call raised on some ranks; the message has their tracebacks."""
+    """A call raised on some ranks; the message contains their tracebacks."""
 
 
 class RankDied(RankError):
@@ -30,8 +30,8 @@ class RankDied(RankError):
 
 
 class ProcessPool:
-    """Ranks that run one call after the other. If one fails, the others wait until a collective times out. By default
-    they are forked from a server that has imported torch and done nothing with it; `context` replaces the server."""
+    """Ranks that run one call after the other. If a rank fails, the others wait until a collective times out. Ranks are
+    forked from a server that has imported torch and done nothing with it, unless `context` replaces that server."""
 
     def __init__(self, world_size: int, timeout_seconds: int = 60, backend: str = "gloo", context: Any = None):
         self.world_size, self.timeout_seconds, self.calls, self.broken = world_size, timeout_seconds, 0, False
@@ -70,7 +70,6 @@ class ProcessPool:
         return results
 
     def close(self) -> None:
-        """Kill the ranks."""
         self.broken = True
         for process in self._processes:
             process.kill()
@@ -79,7 +78,7 @@ class ProcessPool:
 
 
 def run_in_pool(configs: Iterable[Config], n_ranks: int, steps: int) -> Iterator[Trace | Exception]:
-    """Yield the trace of each layout, which runs on ranks of this machine, or what its ranks have raised."""
+    """Yield the trace of each layout, or the exception that its ranks raised. The ranks run on this machine."""
     pool = None
     try:
         for config in configs:
@@ -98,18 +97,18 @@ def run_in_pool(configs: Iterable[Config], n_ranks: int, steps: int) -> Iterator
 
 
 def trace_of_rank_0(config: Config, steps: int) -> Trace | None:
-    """Run a layout on this rank of a pool and return its trace on rank 0, None on the others."""
+    """Run a layout on this rank of a pool, and return its trace on rank 0, None on other ranks."""
     trace = run_layout(config, launch := Launch.from_environment(n_devices=0), steps=steps)
     return trace if launch.rank == 0 else None
 
 
 def _serve(rank: int, group: dict[str, Any], pipe: Any) -> None:
-    """Run the calls that arrive at this rank, one after the other. `group` has the options of its process group."""
+    """Run the calls that arrive at this rank, one after the other. `group`: options of init_process_group."""
     end_after(multiprocessing.parent_process().join, "main process")
     size = group["world_size"]
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{size}", "LOCAL_WORLD_SIZE": f"{size}"}
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # the same as in launch.process_group
-    faulthandler.enable()  # prints where a rank was when it died
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # launch.process_group sets this variable, too
+    faulthandler.enable()  # print where a rank was when it died
     torch.set_num_threads(1)
     dist.init_process_group(rank=rank, **group)
     while True:

@@ -1,7 +1,7 @@
 """Find the ratios of another program's numbers to the right ones, and their possible causes.
 
 A constant factor on a gradient is nearly always a mean over the wrong number of ranks, tokens or accumulation steps.
-The factor, and the precision with which it is known, tell which number it is.
+The factor, and the precision with which it is known, tell which number was used.
 """
 
 import itertools
@@ -11,24 +11,19 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-LARGEST_ALLOWED = 0.25
-"""If rounding alone may be more than this fraction of a tensor, its ratio to another one has no meaning."""
-COARSE = 0.5
-"""The distance of half a tensor from the tensor; a zero or a double tensor is farther from it."""
-SMALL_FACTOR = 1.01
-"""A factor below this is shown as a difference, unless it is the value of a quantity."""
+LARGEST_ALLOWED = 0.25  # tensors whose relative distance by rounding may be larger have no meaningful ratio
+COARSE = 0.5  # relative distance from the right tensor to half of it; zeros and doubled values are farther
+SMALL_FACTOR = 1.01  # a ratio nearer to 1 counts as a difference, unless it equals a known quantity
 
 
 class Row(NamedTuple):
-    """One compared number or tensor: name, theirs, ours in float64, and the distance that rounding may cause."""
+    """A compared number or tensor: `theirs` of the other program, and `ours`, the float64 reference."""
 
     name: str
     theirs: Tensor
     ours: Tensor
-    allowed: float
-    """The distance that rounding may cause, as a fraction of the norm of ours."""
-    rounded: Tensor | None = None
-    """Ours with the rounding of theirs; None: it is zero except for rounding, or not known."""
+    allowed: float  # the distance that rounding may cause, as a fraction of the norm of ours
+    rounded: Tensor | None = None  # `ours` with the rounding of `theirs`; None: unknown, or `ours` is only rounding
 
     @property
     def distance(self) -> float:
@@ -49,25 +44,25 @@ class Row(NamedTuple):
 
     @property
     def ratio(self) -> float | None:
-        """The factor of theirs to ours, by least squares; None if they differ by more than a factor above 0."""
+        """The factor of theirs to ours, by least squares; None if the two differ by more than a positive factor."""
         square = self.ours.square().sum().item()
         ratio = (self.theirs * self.ours).sum().item() / square if square else 0.0
         return ratio if ratio > 0 and self.allowed < LARGEST_ALLOWED and self.is_multiple(ratio) else None
 
     def is_multiple(self, ratio: float) -> bool:
-        """Return whether theirs may be this ratio times ours."""
+        """Return whether theirs is this ratio times ours, within rounding."""
         return relative(self.theirs, ratio * self.ours) <= self.allowed
 
 
 def relative(tensor: Tensor, reference: Tensor) -> float:
-    """Return the 2-norm of the difference as a fraction of that of the reference."""
+    """Return the 2-norm of the difference as a fraction of the reference's 2-norm."""
     distance, norm = (tensor - reference).norm().item(), reference.norm().item()
     return distance / norm if norm else math.inf if distance else 0.0
 
 
 def clusters(rows: list[Row]) -> tuple[dict[float, list[Row]], list[Row]]:
-    """Return the unequal rows by their ratio, and those that differ by no factor. Rows share a ratio if rounding
-    explains the rest; the ratio is taken from the row with the least rounding."""
+    """Return the unequal rows by their ratio, and the unequal rows that no ratio explains. Rows share a ratio if
+    rounding explains the rest of their differences; the row with the least rounding gives the ratio."""
     shared: dict[float, list[Row]] = {}
     others = []
     for row in sorted((row for row in rows if not row.equal), key=lambda row: row.allowed):
@@ -81,8 +76,8 @@ def clusters(rows: list[Row]) -> tuple[dict[float, list[Row]], list[Row]]:
 
 
 def describe(ratio: float, precision: float, quantities: Mapping[str, float]) -> str:
-    """Return a ratio in words, as in "2.0 x too small: dp = 2", with every quantity, product or quotient of two
-    quantities whose value it has, within the relative precision."""
+    """Return a ratio in words, as in "2.0 x too small: dp = 2". The words name every quantity, product or quotient of
+    two quantities that equals the ratio within the relative precision."""
     factor, word = (ratio, "large") if ratio > 1 else (1 / ratio, "small")
     matches = reasons(ratio, precision, quantities)
     if not matches and factor < SMALL_FACTOR:

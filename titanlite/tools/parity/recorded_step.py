@@ -1,11 +1,11 @@
 """The folder of `titanlite parity --against FOLDER`: what another program did in one optimizer step.
 
-The command's --help and docs/verify_your_trainer.md list its files; RecordedOptions are those of step.json. A file of
-weights or gradients has the names and rows of transformers (model.layers.0.self_attn.q_proj.weight), or those of Llama
-and titanlite (layers.0.attention.wq.weight; neighbouring rows of wq and wk are rotated together). Its data type is that
-of the program's weights, or wider. The step is the first one of the optimizer: its states were zero.
+docs/verify_your_trainer.md lists the folder's files, and RecordedOptions describes step.json. A file of weights or
+gradients has the names and rows of transformers (model.layers.0.self_attn.q_proj.weight), or those of Llama and
+titanlite (layers.0.attention.wq.weight; neighbouring rows of wq and wk are rotated together). A file's data type is
+that of the program's weights, or wider. The step is the optimizer's first: its states were zero.
 
-Files of other programs are not trusted: no pickle is read, and whatever is wrong is a ConfigError of one line.
+Files of other programs are not trusted: no pickle is read, and any mistake in them is a ConfigError of one line.
 """
 
 import dataclasses
@@ -31,84 +31,70 @@ from titanlite.loss import IGNORED
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Data types of weights and gradients, by their names in safetensors."""
-EXPERTS = ".feed_forward.experts."
-"""The part of the names of the weights of experts."""
+EXPERTS = ".feed_forward.experts."  # part of the name of every expert's weight
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 
 
 class Dtypes(Record):
-    """Data types of the step, by their names in torch. They decide how large a difference rounding explains."""
+    """Data types of the step, by their names in torch. These types decide how large a difference rounding explains."""
 
-    weights: Dtype
-    """The type of the weights that the optimizer updates."""
-    compute: Dtype
-    """The type of forward and backward."""
-    reduce: Dtype
-    """The type in which gradients are summed over ranks and accumulation steps."""
+    weights: Dtype  # the type of the weights that the optimizer updates
+    compute: Dtype  # the type of forward and backward
+    reduce: Dtype  # the type in which gradients are summed over ranks and accumulation steps
 
 
 class AdamOptions(Record):
-    """Options of the optimizer, as torch.optim has them."""
+    """Options of the optimizer, as in torch.optim."""
 
     name: Literal["AdamW", "Adam"]
-    lr: Positive
-    """Learning rate of this step."""
+    lr: Positive  # learning rate of this step
     beta1: Fraction
     beta2: Fraction
     eps: Positive
     weight_decay: NotNegative
-    weight_decay_dims: list[Literal[1, 2]]
-    """Dimensions of the weights that decay. 2: matrices and embeddings; 1: norms and biases."""
+    weight_decay_dims: list[Literal[1, 2]]  # dimensions of weights that decay. 2: matrices, embeddings; 1: others
 
 
 class Degrees(Record):
-    """Numbers by which a program may multiply or divide its gradients. Their only use is to name a ratio."""
+    """Numbers by which a program may multiply or divide its gradients, used only to explain a ratio."""
 
-    dp: Ranks = 1
-    """Data-parallel ranks, sharded and replicated."""
+    dp: Ranks = 1  # data-parallel ranks, sharded and replicated
     ep: Ranks = 1
     tp: Ranks = 1
     cp: Ranks = 1
     pp: Ranks = 1
-    microbatches: Count = 1
-    """Microbatches of a pipeline in an accumulation step."""
+    microbatches: Count = 1  # microbatches of a pipeline in an accumulation step
     accumulation_steps: Count = 1
     loss_scale: Annotated[float, Field(ge=2**-64, le=2**64)] = 1.0
 
 
 class BalanceLoss(Record):
     """The auxiliary loss that balances experts (arXiv:2101.03961): weight x experts x the sum over experts of the share
-    of tokens that chose it times its mean score, where a token's scores sum to 1. `loss` is without it."""
+    of tokens that chose the expert times its mean score; a token's scores sum to 1. step.json's `loss` excludes it."""
 
     weight: Positive
     layers: Literal["apart", "together"]
     """"together": shares and scores are over all layers, as in transformers; "apart": each layer has a loss."""
-    parts: Count = 1
-    """Neighbouring parts of the batch that have a loss each. Their mean counts."""
+    parts: Count = 1  # neighbouring parts of the batch with a balance loss each; their mean is the balance loss
 
 
 class RecordedOptions(Record):
     """The content of step.json. A key that is null or missing is not compared, or was not used."""
 
-    program: Annotated[str, Field(max_length=1000)] = ""
-    """The program that took the step, for the reader of the report."""
+    program: Annotated[str, Field(max_length=1000)] = ""  # the program that took the step, as the report names it
     dtypes: Dtypes
-    optimizer: AdamOptions | None = None
-    """None: no optimizer is compared."""
-    max_norm: Positive | None = None
-    """Gradients are clipped to this 2-norm over all of them; None: they are not."""
+    optimizer: AdamOptions | None = None  # None: no optimizer is compared
+    max_norm: Positive | None = None  # the 2-norm to which all gradients are clipped; None: no clipping
     degrees: Degrees = Degrees()
     loss: Annotated[float, Field(allow_inf_nan=False)] | None = None
     """Nats per token: the sum of token losses over the number of valid tokens of the global batch."""
-    gradient_norm: NotNegative | None = None
-    """2-norm over all gradients before clipping."""
-    balance_loss: BalanceLoss | None = None
-    """None: gradients have no such term."""
+    gradient_norm: NotNegative | None = None  # 2-norm over all gradients before clipping
+    balance_loss: BalanceLoss | None = None  # None: gradients include no balance loss
 
 
 @dataclasses.dataclass(frozen=True)
 class RecordedStep:
-    """The content of the folder. Weights and gradients are float64, with titanlite's names and order of rows."""
+    """The content of a recorded step's folder. Weights and gradients are float64, with titanlite's names and rows."""
 
     step: RecordedOptions
     model: Model
@@ -116,23 +102,39 @@ class RecordedStep:
     tokens_BT: Tensor
     targets_BT: Tensor
     positions_BT: Tensor | None
-    experts: dict[str, Tensor] | None
-    """The experts of each token that the program chose, [B, T, experts per token], by layer."""
+    experts: dict[str, Tensor] | None  # experts that the program chose, by layer: [B, T, experts per token]
     gradients: dict[str, Tensor] | None
     weights_after: dict[str, Tensor] | None
+    previous: "RecordedStep | None" = None
+    """The step before, if this one is the second."""
 
     @property
     def n_valid(self) -> int:
-        """Number of valid tokens of the global batch."""
         return int((self.targets_BT != IGNORED).sum())
 
 
+def read_steps(folder: Path) -> list[RecordedStep]:
+    """Read and check the first step and, if it is in the folder "second", the next one. Raises ConfigError as
+    `read_step`, or if that is not the next step of the same optimizer."""
+    steps = [read_step(each) for each in (folder, folder / "second") if each == folder or each.exists()]
+    if len(steps) == 1:
+        return steps
+    (first, second), place, problem = steps, folder / "second", ""
+    same = [each.step.optimizer and each.step.optimizer.model_copy(update={"lr": 1.0}) for each in steps]
+    if first.gradients is None or first.weights_after is None or same[0] != same[1]:
+        problem = "expected gradients and weights_after of the first step, and its options of the optimizer except lr"
+    elif other := [name for name, each in first.weights_after.items() if not torch.equal(each, second.weights[name])]:
+        problem = f"{other[0]} of model.safetensors: expected that of weights_after.safetensors of the first step"
+    if problem:
+        raise ConfigError([f"{place}: {problem}"])
+    return [first, dataclasses.replace(second, previous=first)]
+
+
 def read_step(folder: Path) -> RecordedStep:
-    """Read and check the folder. Raises ConfigError if a file is missing, is damaged, does not fit the model of
-    config.json, or changes while it is read."""
+    """Read and check a recorded step's folder. Raises ConfigError if a file is missing, is damaged, does not fit the
+    model of config.json, or changes while it is read."""
     before = _files(folder)
     step = parse(RecordedOptions, read_json_object(folder / "step.json"), str(folder / "step.json"))
-    # The length of the batch is compared with the model's positions below.
     model = model_of(folder)
     most = model.most_positions or read_json_object(folder / "config.json").get("max_position_embeddings")
     batch = _read_batch(folder / "batch.safetensors", model, most)
@@ -156,14 +158,14 @@ def read_step(folder: Path) -> RecordedStep:
 
 
 def _files(folder: Path) -> dict[Path, tuple[int, int, int]]:
-    """Return numbers per file of a folder that change with the file's content. They include broken links."""
+    """Return numbers for each file of a folder that change with the file's content. Broken links count as files."""
     paths = [path for path in folder.glob("*") if path.suffix in (".json", ".safetensors")]
     stats = {path: path.lstat() if path.is_symlink() and not path.exists() else path.stat() for path in paths}
     return {path: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()}
 
 
 def _read_batch(file: Path, model: Model, most_positions: Any) -> list[Tensor | None]:
-    """Return tokens, targets and document positions, [B, T] each. Raises ConfigError if they do not fit the model."""
+    """Return tokens, targets, document positions: [B, T]. Raises ConfigError if a tensor does not fit the model."""
     known, batch = ("tokens", "targets", "document_positions"), {}
     with open_safetensors(file, "write") as tensors:
         found = set(tensors.keys())
@@ -181,7 +183,7 @@ def _read_batch(file: Path, model: Model, most_positions: Any) -> list[Tensor | 
 
 
 def _read_experts(file: Path, model: Model, shape: torch.Size) -> dict[str, Tensor]:
-    """Return the experts that the program chose, by layer. Raises ConfigError if they do not fit the model."""
+    """Return the experts that the program chose, by layer. Raises ConfigError if a tensor does not fit the model."""
     expected, n = torch.Size((*shape, model.moe.n_experts_per_token)), model.moe.n_experts
     layers = [f"layers.{layer}" for layer in range(model.n_layers) if model.has_experts(layer)]
     with open_safetensors(file, "write") as tensors:
@@ -223,15 +225,15 @@ def _batch_problem(batch: dict[str, Tensor], vocab_size: int, most_positions: An
 def _read_weights(
     place: Path, shapes: dict[str, torch.Size], *, model: Model, narrowest: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return the tensors of a file or a Hugging Face folder by titanlite's names, float64. Raises ConfigError if one is
-    missing, superfluous or wrong."""
+    """Return the tensors of a file or a Hugging Face folder by titanlite's names, float64. Raises ConfigError for a
+    wrong, missing or superfluous tensor."""
     if place.is_dir():
         files = tensor_files(place)
     else:
         with open_safetensors(place, "write") as tensors:
             files = dict.fromkeys(tensors.keys(), place)
     is_hf = any(name.startswith(("lm_head.", *PREFIXES)) for name in files)
-    # A model of transformers has one tensor of all experts of a layer: [experts, rows of w1 and w3, columns]. Its
+    # A layer of transformers' model has one tensor for w1 and w3 of all experts, [experts, rows, columns];
     # save_pretrained writes a tensor for each expert.
     is_stacked = is_hf and not model.moe.expert_bias and any(name.endswith(STACKED) for name in files)
     sources, expected = {name: (name,) for name in shapes}, dict(shapes)
@@ -257,7 +259,6 @@ def _read_weights(
 
 
 def _check_names(place: Path, found: set[str], expected: set[str], expectation: str) -> None:
-    """Raise ConfigError if a tensor is missing or unknown."""
     unknown = {name for name in found - expected if not NOT_A_WEIGHT.fullmatch(name)}
     for problem, wrong in (("lacks", expected - found), ("has the unknown tensor", unknown)):
         if wrong:
@@ -267,7 +268,7 @@ def _check_names(place: Path, found: set[str], expected: set[str], expectation: 
 def _sources(
     shapes: dict[str, torch.Size], model: Model, *, is_stacked: bool
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, torch.Size]]:
-    """Return the tensors in transformers that each of ours is in, and the shapes of all of them."""
+    """Return the tensors of transformers that contain each of titanlite's, and the shapes of transformers' tensors."""
     sources, expected = {}, {}
     for names, ours in hf_tensors(model, shapes).items():
         shape = hf_shape(ours, shapes, model)
@@ -283,7 +284,7 @@ def _sources(
 
 
 def _own_tensor(name: str, tensors: list[Tensor], model: Model, *, is_stacked: bool) -> Tensor:
-    """Return one of our tensors from those in transformers."""
+    """Return a tensor of titanlite, made from the tensors of transformers that contain it."""
     if len(tensors) > 1:
         return torch.stack(tensors)
     if is_stacked and EXPERTS in name:
@@ -293,7 +294,7 @@ def _own_tensor(name: str, tensors: list[Tensor], model: Model, *, is_stacked: b
 
 
 def _read_tensors(file: Path, shapes: dict[str, torch.Size], narrowest: torch.dtype) -> dict[str, Tensor]:
-    """Return the tensors of a file in float64. Raises ConfigError unless they have these names and shapes."""
+    """Return the tensors of a file in float64. Raises ConfigError unless names and shapes are those of `shapes`."""
     read = {}
     with open_safetensors(file, "write") as tensors:
         for name in sorted(shapes.keys() - tensors.keys())[:1]:

@@ -1,5 +1,5 @@
-"""The single-process reference: plain tensors, the full global batch in one forward, torch's own clipping. It uses no
-FSDP, gradient accumulation or torch.distributed. So a layout that agrees with it computes what the model defines."""
+"""The single-process reference: plain tensors, the full global batch in one forward, torch's own clipping; no FSDP,
+gradient accumulation or torch.distributed. A layout that agrees with the reference computes what the model defines."""
 
 import logging
 from collections.abc import Iterable
@@ -29,7 +29,7 @@ step "step N loss", "step N norm" and "step N gradient NAME" (both before clippi
 
 def trace_of(kind: str, tensors: dict[str, Tensor]) -> Trace:
     """Copy tensors to the CPU, all-gathered where they are sharded, under the names "KIND NAME"."""
-    # DTensor warns that a gather over two mesh axes takes two collectives. The time does not matter here.
+    # Hide DTensor's warning that a gather over two mesh axes takes two collectives: speed does not matter here.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     given = {name: t for name, t in tensors.items() if t is not None}  # a frozen weight has no gradient
     full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in given.items()}
@@ -37,9 +37,9 @@ def trace_of(kind: str, tensors: dict[str, Tensor]) -> Trace:
 
 
 class RandomSequences:
-    """Sequences of random tokens, computed from the seed and the global index alone, or own data. The numbers of valid
-    targets differ widely, so that a loss averaged over ranks or gradient accumulation steps instead of tokens differs
-    from the reference. The sequences count as a mixture of three datasets, which take turns."""
+    """Sequences of random tokens, computed from the seed and the global index alone, or those of own.data. The numbers
+    of valid targets differ widely, so that a loss averaged over ranks or gradient accumulation steps instead of tokens
+    differs from the reference. The sequences take turns among three datasets of a mixture."""
 
     names = ("a", "b", "c")
 
@@ -51,16 +51,15 @@ class RandomSequences:
     def __getitem__(self, index: int) -> Sequence:
         if self.own:
             return self.own[index]
-        generator = np.random.RandomState((self.seed % 2**32, index))  # numpy takes no larger seed
+        generator = np.random.RandomState((self.seed % 2**32, index))  # numpy's seeds are below 2**32
         tokens = generator.randint(self.vocab_size, size=self.seq_len + 1)
-        ends = generator.random_sample(self.seq_len) < 3 / self.seq_len  # about four documents
+        ends = generator.random_sample(self.seq_len) < 3 / self.seq_len  # about four documents per sequence
         ends[0] = False  # a step without a valid target has no loss to compare
         targets = np.where(ends, IGNORED, tokens[1:])
         targets[generator.randint(1, self.seq_len + 1) :] = IGNORED
         return Sequence(tokens[:-1], targets, positions_in_documents(ends))
 
     def datasets_of(self, positions: Iterable[int]) -> list[int]:
-        """Return the number of the dataset of each global index, like MixedSequences.datasets_of."""
         return [position % len(self.names) for position in positions]
 
     read = PackedSequences.read
@@ -75,7 +74,7 @@ def token_losses(
     loss: TokenLoss | None = None,
 ) -> Tensor:
     """Return the loss of each token, [B, T] in nats, and 0 where the target is IGNORED. All weights except those of
-    routers are cast to `compute_dtype`. `masked`: positions and documents, if there is a document mask."""
+    routers are cast to `compute_dtype`. `masked`: document positions and Documents under a document mask."""
     weights = {
         name: parameter if ".router." in name else parameter.to(compute_dtype)
         for name, parameter in model.named_parameters()
@@ -85,7 +84,7 @@ def token_losses(
 
 
 def run_reference(config: Config, device: torch.device, *, steps: int) -> Trace:
-    """Take training steps of a resolved config in this process alone."""
+    """Take training steps of a resolved config in this process alone, and return their trace."""
     training, model = config.training, build.meta_model(config)
     if config.lora.rank:
         adapters = Adapters(model, config.lora, lambda: model)

@@ -1,8 +1,8 @@
-"""The experts that tokens go to in a recorded step: those that the program chose, or those that the routers choose.
+"""The experts of each token in a recorded step: recorded by the verified trainer, or else chosen by the routers.
 
-Rounding changes scores a little, and so the choice between two experts with nearly the same score, a tie. The choices
-of the program are right if their scores are as good as the best ones within rounding. Both passes of the comparison use
-them, so that no tie changes a gradient.
+Rounding can change the choice between two experts with nearly the same score. The choices of the program are right if
+their scores are as good as the best ones within rounding. Both passes of the comparison use the program's choices, so
+that no rounded choice changes a gradient.
 
 Shapes: N tokens, E experts, K experts per token.
 """
@@ -20,8 +20,8 @@ from titanlite.tools.parity.recorded_step import BalanceLoss, RecordedStep
 
 
 class Routes:
-    """Sends the tokens of one forward and backward to the experts of a recorded step, and keeps what the routers choose
-    instead. Without recorded experts, tokens go where the routers send them."""
+    """Sends the tokens of a forward to the experts of a recorded step, and stores what the routers would choose.
+    Without recorded experts, tokens go where the routers send them."""
 
     def __init__(self, recorded: RecordedStep):
         self.recorded, self.sequences = recorded, torch.arange(len(recorded.tokens_BT))
@@ -30,7 +30,7 @@ class Routes:
         those of the experts that the tokens go to; and the chosen experts, in the order of their numbers."""
 
     def follow(self, model: Llama) -> None:
-        """Have the routers of a model send tokens there. `sequences` has those of the next forward."""
+        """Make a model's routers take the recorded experts. `self.sequences`: rows of the batch in the next forward."""
         for name, router in routers(model).items():
             router.choose = functools.partial(self._choose, name, router.choose)
 
@@ -50,8 +50,8 @@ class Routes:
         return [torch.cat(each) for each in zip(*self.forwards[layer], strict=True)]
 
     def others(self, rounded: "Routes") -> tuple[int, int]:
-        """Return how many choices, one for each token and layer, differ from those of the program or, if these were not
-        recorded, of a rounded pass; and how many choices there are."""
+        """Return how many choices (one per token and layer) differ from the program's or, if these were not recorded,
+        from those of a rounded pass; and how many choices there are."""
         experts, n, n_choices = self.recorded.experts, 0, 0
         for layer in self.forwards:
             theirs = rounded.of_step(layer)[2] if experts is None else experts[layer].flatten(0, 1).sort(-1).values
@@ -60,8 +60,8 @@ class Routes:
         return n, n_choices
 
     def rows(self, rounded: "Routes") -> Iterator[tuple[str, Tensor, Tensor, float]]:
-        """Yield, for each layer, its name and of the token whose recorded experts have the worst scores, compared with
-        the best ones: both scores, and the largest relative error of a token's scores that rounding causes."""
+        """Yield each layer's name, the scores of the recorded experts and the best scores, both of the token where they
+        differ most, and the largest relative error of a token's scores that rounding causes."""
         for layer in self.forwards if self.recorded.experts is not None else ():
             (best_NK, taken_NK, _), rounded_NK = self.of_step(layer), rounded.of_step(layer)[0]
             norm_N = best_NK.norm(dim=1)
@@ -70,16 +70,15 @@ class Routes:
 
 
 def routers(model: Llama) -> dict[str, Router]:
-    """Return the routers of a model by the names of their layers."""
     found = {f"layers.{layer}": getattr(block.feed_forward, "router", None) for layer, block in model.layers.items()}
     return {name: router for name, router in found.items() if router is not None}
 
 
 def with_balance_loss(model: Model, loss: BalanceLoss | None) -> Model:
-    """Return the options of a model whose routers add the gradient of a balance loss, or of none."""
+    """Return a model's options with the weight of a balance loss, 0 without one."""
     weight = 0.0
     if loss is not None:
-        # Over all layers, shares and scores are means over layers: a sum over pairs of layers, divided by their square.
+        # Over all layers, a mean share times a mean score is a sum over pairs of layers, divided by n_layers squared.
         n_layers = sum(map(model.has_experts, range(model.n_layers))) if loss.layers == "together" else 1
         weight = loss.weight * model.moe.n_experts_per_token / n_layers
     moe = model.moe.model_copy(update={"balance_loss_weight": weight, "z_loss_weight": 0.0})
@@ -87,7 +86,7 @@ def with_balance_loss(model: Model, loss: BalanceLoss | None) -> Model:
 
 
 def set_loads(model: Llama, recorded: RecordedStep, sequences: Tensor, loss_scale: float) -> None:
-    """Give the routers the loads that weight scores in the balance loss: the recorded choices of these sequences."""
+    """Give the routers the loads that weight scores in the balance loss: counts of the recorded experts."""
     if (loss := recorded.step.balance_loss) is None:
         return
     found, n_experts = routers(model), recorded.model.moe.n_experts

@@ -11,8 +11,7 @@ from titanlite.config.schema import Mla, Moe
 
 
 def smaller(loaded: LoadedConfig[Config], launch: Launch, dtype: str) -> tuple[Config, list[str]]:
-    """Return the resolved config of a smaller model, and the changed sizes. The vocabulary stays if there is own data,
-    which may need it."""
+    """Return the resolved config of a smaller model, and the changed sizes. With own data, the vocabulary stays."""
     loaded = loaded if launch.n_devices else adapt_to_cpu(loaded)
     small, changes = shrink(dataclasses.replace(loaded, config=check(loaded, launch)), dtype)
     if loaded.config.own.data:
@@ -23,7 +22,7 @@ def smaller(loaded: LoadedConfig[Config], launch: Launch, dtype: str) -> tuple[C
 
 def shrink(loaded: LoadedConfig[Config], dtype: str) -> tuple[LoadedConfig[Config], list[str]]:
     """Make the model, the sequence and the batch of a resolved config as small as its layout allows, and also return
-    the changed sizes as "section.key old -> new". These stay: degrees, schedule, stages given by name, gradient
+    the changed sizes as "section.key old -> new". The following stay: degrees, schedule, stages given by name, gradient
     accumulation, grouped-query attention, tied embeddings, biases, norms, document mask and optimizer. A sliding window
     stays shorter than the sequence."""
     config, sizes = loaded.config, _smaller_sizes(loaded.config)
@@ -44,11 +43,11 @@ def _smaller_sizes(config: Config) -> dict[str, Any]:
     least = max(parallelism.n_stages + 1, 2, len(model.layer_pattern))
     n_layers = model.n_layers if parallelism.module_fqns_per_model_part else min(model.n_layers, least)
     local_batch_size = min(training.local_batch_size, 2)
-    if pipeline > 1:  # the least that keeps every rank busy; all schedules accept it
+    if pipeline > 1:  # the smallest batch that keeps all ranks busy under any schedule
         local_batch_size = min(config.n_microbatches, max(2 * pipeline, parallelism.n_stages))
     accumulation_steps = min(config.gradient_accumulation_steps, 2)
     seq_len = min(training.seq_len, math.lcm(2 * context, context * tensor) * 4)
-    # float8, int8 and mxfp8 leave smaller layers alone.
+    # float8, int8 and mxfp8 leave narrower layers in high precision.
     width = 32 if config.float8.enable and config.float8.recipe == "mxfp8" else 16 if low_precision else 8
     head_dim = width if model.n_heads * model.head_dim == model.dim else 2 * width
     return {
@@ -57,7 +56,7 @@ def _smaller_sizes(config: Config) -> dict[str, Any]:
         "model__n_kv_heads": n_kv_heads,
         "model__dim": width * n_heads,
         "model__head_dim": head_dim,
-        # A window is a few tokens longer than a chunk of a ring, so it begins in another chunk, and in its middle.
+        # A window that is a few tokens longer than a ring's chunk begins in the middle of another chunk.
         "model__sliding_window": _smaller_window(model.sliding_window, config, seq_len),
         **_smaller_options_of_families(config, seq_len, head_dim),
         "model__ffn_dim": (width if low_precision else 12) * max(tensor, 2),
@@ -96,7 +95,7 @@ def _smaller_options_of_families(config: Config, seq_len: int, head_dim: int) ->
 
 
 def _smaller_latents(mla: Mla, width: int) -> dict[str, Any]:
-    """Return the least sizes of latent attention, as keywords of `Config.replace`. Different sizes stay different."""
+    """Return the least sizes of latent attention, as keywords of `Config.replace`. Unequal head dims stay unequal."""
     return {
         "model__head_dim": 2 * width,
         "model__mla__qk_nope_head_dim": width,
@@ -108,7 +107,7 @@ def _smaller_latents(mla: Mla, width: int) -> dict[str, Any]:
 
 
 def _smaller_experts(moe: Moe, tensor: int) -> dict[str, Any]:
-    """Return the least sizes of experts, as keywords of `Config.replace`. The second layer has experts."""
+    """Return the least sizes of experts, as keywords of `Config.replace`. Layer 2 at the latest has experts."""
     return {
         "model__moe__expert_dim": 12 * max(tensor, 2),
         "model__moe__n_first_dense_layers": min(moe.n_first_dense_layers, 1),
@@ -128,13 +127,13 @@ def _numeric_options(config: Config, dtype: str) -> dict[str, Any]:
         "training__max_norm": 0.1,  # less than the gradient norm, so that gradients are clipped
         "optimizer__muon_dtype": "auto",
         # Where a gradient is only rounding, Adam's first steps have the size of lr, in either direction. In low
-        # precision they must be small beside the weights (0.02), or the runs diverge although the layout is right.
+        # precision, steps must be far smaller than weights (0.02), or the runs diverge although the layout is right.
         "optimizer__lr": 1e-2 if dtype == "float64" and not (config.float8.enable or config.int8.enable) else 1e-4,
         "lr_scheduler__warmup_steps": 2,
         "lr_scheduler__warmup_ratio": 0.0,
         "lr_scheduler__total_steps": -1,
     }
-    if dtype == "float64":  # low-bit optimizer states have no meaning then
+    if dtype == "float64":  # low-bit optimizer states would round far above float64's tolerance
         options |= {"optimizer__state_dtype": "auto", "optimizer__stochastic_rounding": False}
     return options
 
@@ -145,7 +144,7 @@ def adapt_to_cpu(loaded: LoadedConfig[Config]) -> LoadedConfig[Config]:
         training__attention_backend="auto",
         parallelism__enable_async_tensor_parallel=False,
         float8__emulate=loaded.config.float8.enable,
-        compile__backend="aot_eager",  # the same graphs, without the minutes that a C++ compiler takes
+        compile__backend="aot_eager",  # aot_eager traces the same graphs and skips minutes of compiling C++
         profiling__enable_memory_snapshot=False,
     )
     return dataclasses.replace(loaded, config=config)

@@ -30,7 +30,7 @@ PLAIN = ["--training.local_batch_size=4", "--training.global_batch_size=-1", "--
 
 
 def layouts() -> Iterator[tuple[str, list[str]]]:
-    """Yield the name of each layout and its arguments, those of two ranks first."""
+    """Yield the name and the arguments of each layout, layouts of two ranks first."""
 
     def degrees(*axes: str) -> list[str]:
         return [*PLAIN, *(f"--parallelism.{key}={2 if name in axes else 1}" for name, key in AXES.items())]
@@ -42,7 +42,7 @@ def layouts() -> Iterator[tuple[str, list[str]]]:
 
 def verdicts(arguments: list[str], own: Parts, dtype: str, steps: int) -> Iterator[tuple[str, str]]:
     """Yield each layout of the standard set with a verdict that begins with equal, DIFFERENT, FAILED or impossible (the
-    model or the config does not allow the layout). `arguments` are those of `load`."""
+    model or the config does not allow the layout). `arguments`: the command-line arguments that `load` takes."""
     cpu = torch.device("cpu")
     for n_ranks, some in itertools.groupby(layouts(), lambda each: 4 if " x " in each[0] else 2):
         configs: dict[str, Config | str] = {}

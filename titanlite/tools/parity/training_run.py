@@ -21,7 +21,7 @@ from titanlite.train_step import Totals
 
 class TrainingRun:
     """This rank's model, optimizer and loader as train.py builds them, with random sequences as data. With a
-    checkpointer it resumes from the newest checkpoint. `last_step`: the step of that checkpoint, or 0."""
+    checkpointer, the run resumes from the newest checkpoint, whose step is `last_step` (0 without a checkpoint)."""
 
     def __init__(self, config: Config, device: torch.device, checkpointer: Checkpointer | None = None):
         self.device = device
@@ -38,7 +38,6 @@ class TrainingRun:
         self.parameters = dict(self.model.named_parameters())
 
     def step(self, batches: list[Batch]) -> None:
-        """Take one optimizer step with the current learning rate."""
         self.update(self.totals(*self.gradients(batches)))
 
     def gradients(self, batches: list[Batch]) -> tuple[Tensor, Tensor]:
@@ -63,8 +62,8 @@ class TrainingRun:
 
 
 def run_layout(config: Config, launch: Launch, *, steps: int, checkpointer: Checkpointer | None = None) -> Trace:
-    """Take training steps of a resolved config. Every rank must call it, and gets the trace of the full model. With a
-    checkpointer, save after the last step."""
+    """Take training steps of a resolved config. Every rank must call this function, and gets the full model's trace.
+    With a checkpointer, save after the last step."""
     run = TrainingRun(config, device_of(launch), checkpointer)
     last_step, sections = run.last_step + steps, (run.train_step, config.training)
     dataset_losses = DatasetLosses(run.loader.sequences, run.loader, *sections, data_rank=run.layout.data_rank)

@@ -1,14 +1,13 @@
 """Plan a config without the hardware that it names.
 
-Prints the memory, communication, time and cost of a training step on `plan.device`. --html also writes one HTML page
-with figures (memory over the step, pipeline schedule, step time). --against also compares the plan with the metrics of
-a run of the same config (its metrics.jsonl). A config that cannot run is rejected with the lines that `titanlite train`
-prints.
+Prints the memory, communication, time and cost of a training step on `plan.device`. --html also writes an HTML page
+with figures of memory, pipeline schedule and step time. --against also compares the plan with the metrics.jsonl of a
+run of the same config. A config that cannot run is rejected with the lines that `titanlite train` prints.
 
 --explore also plans layouts around the config, and writes an HTML page in which a reader changes degrees, batch,
-activation checkpointing and device. It takes minutes. Ctrl-C ends it early and writes the plans made by then.
+activation checkpointing and device. Planning takes minutes; after Ctrl-C the page contains the layouts planned by then.
 
-Exit status: 0 it fits its device; 1 it does not, or the command was interrupted; 2 the config, or METRICS, is wrong.
+Exit status: 0 the run fits its device; 1 it does not fit, or the command was interrupted; 2 CONFIG or METRICS is wrong.
 """
 
 import time
@@ -36,13 +35,13 @@ def main(argv: list[str]) -> int:
     if own.digest and arguments.explore:
         parser.error("--explore plans titanlite's own blocks; leave out --own")
     loaded = load(config_arguments, own)
-    # Here, since the import of torch takes seconds, and --help and wrong options do not need it.
+    # Late imports: torch takes seconds to import, and --help and wrong options do not need it.
     from titanlite.tools.plan.comparison import comparison_table
     from titanlite.tools.plan.planner import assumption, make_plan
     from titanlite.tools.plan.report import print_report, verdict
 
     if arguments.explore:
-        from titanlite.tools.plan.explore import make_axes, write_explorer  # here: matplotlib takes a second to import
+        from titanlite.tools.plan.explore import make_axes, write_explorer  # late import: matplotlib takes a second
 
         axes = make_axes(loaded.config, arguments.grid or [])
     planning = time.monotonic()
@@ -53,7 +52,7 @@ def main(argv: list[str]) -> int:
         print(note)
     print_report(plan, loaded.file, *tables)
     if arguments.html:
-        from titanlite.tools.plan.figures import write_html  # here: matplotlib takes a second to import
+        from titanlite.tools.plan.figures import write_html  # late import: matplotlib takes a second
 
         write_html(plan, Path(loaded.file).name, arguments.html)
         print(f"wrote {arguments.html}")

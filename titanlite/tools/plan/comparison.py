@@ -14,12 +14,12 @@ from titanlite.config.regular_file import read_file
 from titanlite.tools.plan.report import GIB, empty_table
 from titanlite.tools.plan.result import Plan
 
-LARGEST_METRICS = 2**28  # bytes
+LARGEST_METRICS = 2**28  # largest accepted metrics.jsonl in bytes
 
 
 def read_measurement(file: Path) -> tuple[Sequence[float], int, int, float]:
-    """Return the metrics in a metrics.jsonl: seconds of a step by logged line, tokens of a step, ranks, and rank 0's
-    peak memory in tensors in GiB (on a CPU, that of its process). The first line does not count, since it includes
+    """Return what a metrics.jsonl records: seconds of a step by logged line, tokens of a step, ranks, and rank 0's peak
+    memory in tensors in GiB (on a CPU, that of its process). The first logged line does not count, since it includes
     compilation and warm-up. Raises ConfigError if the file cannot be read or has under two logged steps."""
     try:
         rows = [json.loads(line) for line in read_file(file, LARGEST_METRICS).splitlines()]
@@ -44,7 +44,7 @@ def read_measurement(file: Path) -> tuple[Sequence[float], int, int, float]:
 
 
 def _positions(line: dict[str, Any]) -> int:
-    """Return how many positions a run has computed; throughput counts all of them."""
+    """Return how many positions, of tokens and of padding, a run has computed; throughput counts both."""
     return line["n_tokens_seen"] + line.get("n_padding_seen", 0)
 
 

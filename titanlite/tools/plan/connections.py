@@ -1,8 +1,8 @@
 """Count the process groups of a rank and gloo's TCP connections in them, from the mesh and gloo's algorithms.
 
 A gloo rank connects to another one when it first sends to it or receives from it (launch/process_group.py). All-gather,
-reduce-scatter and all-reduce are rings. A barrier and a broadcast reach the ranks at distances 1, 2, 4 and so on.
-All-to-all reaches all ranks. At a save, rank 0 gathers a record from every rank.
+reduce-scatter and all-reduce connect each rank to its two neighbours in a ring. A barrier and a broadcast connect a
+rank to the ranks at distances 1, 2, 4 and so on, an all-to-all to all. At a save, rank 0 gathers records of all ranks.
 """
 
 from titanlite.config import Config
@@ -15,7 +15,7 @@ def process_groups(plan: Plan) -> list[tuple[str, int]]:
     """Return the purpose and the size of each process group of a rank."""
     parallelism = plan.config.parallelism
     groups = [(axis, len(ranks)) for axis, ranks in plan.axes.items()]
-    if parallelism.expert_parallel_degree > 1:  # the mesh of experts has these axes again
+    if parallelism.expert_parallel_degree > 1:  # experts have groups of their own for these axes
         groups += [(axis, n) for axis, n in groups if axis in ("pp", "dp_replicate")]
     if isinstance(parallelism.fsdp_reshard_after_forward, int):  # torch makes a mesh of two axes for each unit of FSDP
         shards, n = parallelism.fsdp_reshard_after_forward, dict(groups)["fsdp"]
@@ -52,4 +52,4 @@ def _n_fsdp_units(config: Config) -> int:
     names = [name for stage, rank in zip(stages, ranks, strict=True) if rank == 0 for name in [*stage, "the stage"]]
     if config.model.tie_embeddings:
         names.remove("tok_embeddings")
-    return len([name for name in names if name not in ("norm", "output")])  # the head is needed again at once
+    return len([name for name in names if name not in ("norm", "output")])  # norm and output are not resharded

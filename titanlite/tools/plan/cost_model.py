@@ -1,7 +1,7 @@
 """Compute the time that the events of an op trace take: arithmetic, memory traffic, communication, and the host.
 
-On a calibrated device (`titanlite calibrate`) the times are measured ones. On any other, each operator and collective
-runs at the data sheet's rate, times the share of it that programs reach (efficiency.py).
+On a calibrated device (`titanlite calibrate`) the times are measured ones. On any other device, each operator and
+collective runs at the data sheet's rate, times the share of that rate that programs reach (efficiency.py).
 """
 
 import dataclasses
@@ -16,13 +16,10 @@ from titanlite.tools.plan.op_trace import BUFFER, Communication, Dispatch, Event
 from titanlite.tools.plan.streams import GATHERED_AXES, Arrival, Collective, CopyIn, CopyOut, Item, Run, Streams, Wait
 
 GROUPS = ("matmul", "attention", "memory", "interconnect", "network", "host", "overlap", "devices", "offload")
-"""Groups of times. Each has an uncertainty of its own, independent of the others."""
-LEAST_SPREAD = 0.05
-"""The least relative uncertainty of times on a calibrated device."""
+"""Groups of times. Each group has an uncertainty, independent of the other groups'."""
+LEAST_SPREAD = 0.05  # least relative uncertainty of times on a calibrated device
 FULL_WAVES = 14 / 15
 """What attention's share of a rate lost to its last wave where it was measured: 8,192 tokens of 128 heads, 14 waves."""
-
-
 ROW_BYTES = 227 * 1024
 """Bytes of a row that a multiprocessor's shared memory holds. torch's softmax reads a longer row from device memory for
 its largest value, for its sum and for the result; its backward reads the gradient twice, half of what it reads."""
@@ -37,32 +34,25 @@ def _times_read(work: Work) -> float:
 
 @dataclasses.dataclass
 class Cost:
-    """Seconds and amounts of some events. Costs can be added.
-
-    Attributes:
-        seconds: seconds by "matmul", "attention", "memory" (all other operators, which are memory-bound), "host" (the
-            device waits for the host), "optimizer" (on the CPU, under CPU offload), and "communication: AXIS" before
-            any overlap. Async TP hides "overlapped" of the latter. The axis "host" has CPU offload's copies.
-        flops: FLOPs by dtype.
-        communication: count and total bytes, by (axis, collective).
-        host_waits: how often the host waits for the device.
-        elapsed: seconds with overlap.
-    """
+    """Seconds and amounts of some events. `seconds` are by "matmul", "attention", "memory" (all other operators, which
+    are memory-bound), "host" (the device waits for the host), "optimizer" (on the CPU, under CPU offload),
+    "communication: AXIS" (before any overlap; the axis "host" is CPU offload's copies) and "overlapped" (communication
+    that async TP hides). `communication` is count and total bytes, by (axis, collective)."""
 
     seconds: Counter = dataclasses.field(default_factory=Counter)
-    flops: Counter = dataclasses.field(default_factory=Counter)
+    flops: Counter = dataclasses.field(default_factory=Counter)  # FLOPs by dtype
     communication: dict[tuple[str, str], tuple[int, int]] = dataclasses.field(default_factory=dict)
-    host_waits: float = 0
-    elapsed: float = 0.0
+    host_waits: float = 0  # how often the host waits for the device
+    elapsed: float = 0.0  # elapsed seconds; overlapped work counts once
 
     def count(self, axis: str, name: str, size: int, seconds: float) -> None:
-        """Add a collective, or a copy, of a number of bytes."""
+        """Add a collective, or a copy, of `size` bytes."""
         before = self.communication.get((axis, name), (0, 0))
         self.communication[axis, name] = before[0] + 1, before[1] + size
         self.seconds[f"communication: {axis}"] += seconds
 
     def add(self, other: "Cost", times: float = 1) -> None:
-        """Add another cost, multiplied by a number of times."""
+        """Add another cost, multiplied by `times`."""
         for name, value in other.seconds.items():
             self.seconds[name] += value * times
         for name, value in other.flops.items():
@@ -76,26 +66,20 @@ class Cost:
 
 @dataclasses.dataclass
 class _Items:
-    """The items that the streams run for a segment, collected event by event.
-
-    Attributes:
-        device, host, both: seconds of the operators since the last item.
-        in_flight: allocations that collectives write and nothing has read yet.
-        copied: weights that were copied from host memory.
-        copying: the seconds of such copies for the next all-gather.
-    """
+    """The items that the streams run for a segment, collected event by event. `device`, `host` and `both` are
+    streams.Run's seconds for the operators since the last item."""
 
     cost: Cost = dataclasses.field(default_factory=Cost)
     items: list[Item] = dataclasses.field(default_factory=list)
     device: float = 0.0
     host: float = 0.0
     both: float = 0.0
-    in_flight: set[Hashable] = dataclasses.field(default_factory=set)
-    copied: set[int] = dataclasses.field(default_factory=set)
-    copying: float = 0.0
+    in_flight: set[Hashable] = dataclasses.field(default_factory=set)  # outputs of collectives that are not read yet
+    copied: set[int] = dataclasses.field(default_factory=set)  # ids of weights that CPU offload has copied
+    copying: float = 0.0  # seconds of CPU offload's copies before the next all-gather
 
     def flush(self, *, attends: bool = False) -> None:
-        """Add the operators since the last item as one item."""
+        """Append the operators since the last item as one Run."""
         if self.device or self.host:
             self.items.append(Run(self.device, self.host, self.both, attends))
         self.device, self.host, self.both = 0.0, 0.0, 0.0
@@ -109,13 +93,13 @@ class CostModel:
     """Computes what events cost on a device.
 
     Args:
-        axes: the axis and the ranks of each process group, by its name.
+        axes: the axis and the ranks of each process group, by the group's name.
         changed: a group of GROUPS whose times are at one end of their range: the shortest if `faster`, otherwise the
             longest. "": all times are as expected.
-        offload: bytes of a gradient in host memory per byte that FSDP reduces, under CPU offload; None without it.
-        cudnn: whether attention is cuDNN's, whatever backend the dry run had.
-        name: the device's, for the ranges of its shares (efficiency.reached).
-        n_devices: devices that wait for each other.
+        offload: under CPU offload, bytes of a gradient in host memory per byte that FSDP reduces; otherwise None.
+        cudnn: whether cuDNN computes attention, whatever backend the dry run used.
+        name: the name of the device, which tells the range of its rates (efficiency.reached).
+        n_devices: number of devices that wait for each other.
     """
 
     def __init__(
@@ -136,7 +120,7 @@ class CostModel:
         self.changed, self.faster, self.cudnn = changed, faster, cudnn
         self.efficiency = reached(device.architecture if device.kind == "gpu" else "cpu", name)
         self.slowest = slowest_of(n_devices, self._seconds("devices", ANY.device_spread)) if device.kind == "gpu" else 1
-        self._items: dict[int, tuple[Cost, list[Item], list[Event]]] = {}  # an id is unique while its events are kept
+        self._items: dict[int, tuple[Cost, list[Item], list[Event]]] = {}  # key: id of the kept list of events
 
     def streams(self) -> Streams:
         """Return the streams of an idle device."""
@@ -153,8 +137,8 @@ class CostModel:
         forward: bool = False,
         accumulates: bool = False,
     ) -> Cost:
-        """Return the cost of some segments, one after the other. `streams` has what is in flight before them. Without
-        it, the device is idle before them and finishes all communication. `forward`, `accumulates`: see Streams.run."""
+        """Return the cost of segments that run one after the other. `streams`: communication in flight before the
+        segments; None: the device is idle before and finishes all communication of the segments. See Streams.run."""
         cost, own = Cost(), streams or self.streams()
         begin, idle = own.computed, own.idle
         for events in segments:
@@ -205,7 +189,7 @@ class CostModel:
             own.in_flight -= arrived
         if self.offload is not None:
             own.copying += self._weights_to_device(work, own.copied, own.cost)
-            if own.copying and not self.is_sharded:  # FSDP on one rank copies weights where it computes
+            if own.copying and not self.is_sharded:  # FSDP on one rank copies weights on the stream of computation
                 own.add(Collective("copy to device", "host", own.copying))
                 own.copying = 0.0
         if work.name == "fsdp.split_with_sizes_copy":
@@ -219,8 +203,8 @@ class CostModel:
             own.flush(attends=True)
 
     def _collective(self, event: Communication, cost: Cost) -> Collective | None:
-        """Return the item that the streams run for a collective, and count it. None: a collective of one rank, or the
-        receipt of a message, which is counted where it is sent."""
+        """Return the item that the streams run for a collective, and count the collective. Return None for a collective
+        of one rank and for a received message, which its sender counts."""
         axis, ranks = self._axis(event.group)
         if len(ranks) == 1 or event.name == "receive":
             return None
@@ -230,13 +214,13 @@ class CostModel:
         cost.count(axis, event.name, event.size, seconds)
         if self.offload is not None and axis in GATHERED_AXES and event.name == "reduce_scatter":
             return self._offloaded_gradient(axis, event.size // len(ranks), seconds, cost)
-        return Collective(event.name, axis, seconds, outputs=event.outputs if axis == "ep" else ())  # see Streams
+        return Collective(event.name, axis, seconds, outputs=event.outputs if axis == "ep" else ())
 
     def _beside_products(self, event: Communication, axis: str, ranks: list[int], cost: Cost) -> float:
-        """Return the seconds that an overlapped collective adds to its products, and count it. Each rank has a chunk. A
-        gather copies its own chunk to where others read it, then each other chunk before its product. A scatter copies
-        each chunk after its product, then adds them up. Two streams take turns: two products share the device, and
-        copies follow each other (torch.distributed._symmetric_memory, read in 2.13)."""
+        """Return the seconds that an async TP collective adds to the products it overlaps with, and count the
+        collective. A gather copies its own chunk to shared memory, then each other rank's chunk before a product. A
+        scatter copies each chunk after its product, then sums the chunks. Two streams alternate: two products share the
+        device, and copies follow each other (torch.distributed._symmetric_memory, read in 2.13)."""
         n, chunk = len(ranks), event.size // len(ranks)
         copy, meeting = self.collective_seconds("send", chunk, ranks), self.collective_seconds(event.name, 0, ranks)
         read = chunk if event.name == "all_gather" else event.size
@@ -252,7 +236,7 @@ class CostModel:
         return exposed + own
 
     def _weights_to_device(self, work: Work, copied: set[int], cost: Cost) -> float:
-        """Return the seconds that CPU offload takes to copy those weights that no earlier operator has read."""
+        """Return the seconds that CPU offload takes to copy the weights that no earlier operator has read."""
         weights = {
             id(x): x for x in work.inputs if x.kind == "parameters" and x.maker != BUFFER and id(x) not in copied
         }
@@ -260,7 +244,7 @@ class CostModel:
         return sum(self._copy("copy to device", weight.size, cost) for weight in weights.values())
 
     def _copy(self, name: str, size: int, cost: Cost) -> float:
-        """Return the seconds of a copy between host memory and the device, and count it."""
+        """Return the seconds of a copy between host memory and the device, and count the copy."""
         seconds = size / (self.device.host_bandwidth * self._reached("offload", ANY.host_link))
         cost.count("host", name, size, seconds)
         return seconds
@@ -268,7 +252,7 @@ class CostModel:
     def _offloaded_gradient(self, axis: str, reduced: int, seconds: float, cost: Cost) -> Collective:
         """Return a reduce-scatter after which CPU offload copies `reduced` bytes of its result to host memory."""
         size = round(reduced * self.offload)
-        addition = self._host_seconds(3 * size)  # two are read, one is written
+        addition = self._host_seconds(3 * size)  # the addition reads two tensors and writes one
         return Collective("reduce_scatter", axis, seconds, self._copy("copy to host", size, cost), addition)
 
     def host_update(self, events: Iterable[Event]) -> Cost:
@@ -277,8 +261,8 @@ class CostModel:
         return Cost(seconds=Counter(optimizer=seconds), elapsed=seconds)
 
     def offloaded_step(self, steps: Sequence[Work]) -> Cost:
-        """Return the cost of Adam's step on the CPU, overlapped with copies of weights and gradients there and back."""
-        # The operator's schema says that it writes weights, gradients and two states.
+        """Return the cost of Adam's step on the CPU, overlapped with copies between host memory and the device."""
+        # `written` counts weights, gradients and two states, since the operator's schema marks them as written.
         cost, weights = self.host_update(steps), sum(step.written for step in steps) // 4
         self._copy("copy to device", weights, cost)
         cost.elapsed = max(cost.elapsed, self._copy("copy to host", 2 * weights, cost))
@@ -290,31 +274,31 @@ class CostModel:
         return n_bytes / (self.device.host_memory_bandwidth * self._reached("offload", ANY.host_memory))
 
     def _reached(self, group: str, share: Share) -> float:
-        """Return the share that is reached of one of the host's rates; on a calibrated device the rate includes it."""
+        """Return the share of a rate of the host that programs reach, or 1: a calibrated rate includes the share."""
         return 1 / self._measured(group, 1.0) if self.device.measured else self._rate(group, share)
 
     def _axis(self, group: str) -> tuple[str, list[int]]:
         return self.axes.get(group, ("other", [0]))
 
     def _rate(self, group: str, share: Share) -> float:
-        """Return the share that is reached of a rate; if the group is changed, an end of the share's range."""
+        """Return the expected share of a rate or, if `group` is the changed group, an end of the share's range."""
         if group != self.changed:
             return share.expected
         return share.high if self.faster else share.low
 
     def _seconds(self, group: str, share: Share) -> float:
-        """Return expected seconds, or a factor of them; if the group is changed, an end of the range."""
+        """Return expected seconds (or a factor) or, if `group` is the changed group, an end of their range."""
         return self._rate(group, share._replace(low=share.high, high=share.low))
 
     def _measured(self, group: str, seconds: float) -> float:
-        """Return measured seconds; if the group is changed, an end of their range."""
+        """Return measured seconds or, if `group` is the changed group, an end of their range."""
         if group != self.changed:
             return seconds
         spread = max(self.device.measured.spread.get(group, 0.0), LEAST_SPREAD)
         return seconds / (1 + spread) if self.faster else seconds * (1 + spread)
 
     def dispatch_seconds(self, dispatch: Dispatch) -> float:
-        """Return how long the host takes before it issues the next event."""
+        """Return the seconds that the host takes to dispatch operators before it issues the next event."""
         if measured := self.device.measured:
             seconds = dispatch.operators * measured.operator_seconds + dispatch.on_dtensors * measured.dtensor_seconds
             return self._measured("host", seconds)
@@ -328,7 +312,7 @@ class CostModel:
 
     def work_seconds(self, work: Work) -> tuple[str, float]:
         """Return an operator's category and its seconds."""
-        if work.kernels > 1:  # they run two at a time
+        if work.kernels > 1:  # a device runs two of the kernels at a time
             category, seconds = self.work_seconds(work.of_rows(2 / work.kernels))
             return category, seconds * work.kernels / 2
         category = "memory" if not work.flops else "attention" if "attention" in work.name else "matmul"
@@ -344,7 +328,7 @@ class CostModel:
         return self._rate("memory", self.efficiency.memory)
 
     def _matmul_seconds(self, work: Work) -> float:
-        """Return the seconds of a product and of writing its result. Its tiles fill the multiprocessors in waves."""
+        """Return the seconds of a product, whose tiles fill the multiprocessors in waves, and of writing its result."""
         times, m, n, _ = work.sizes
         of_fp8 = self.efficiency.matmul_fp8 if work.dtype == "fp8" else None
         share = self._rate("matmul", of_fp8 or self.efficiency.matmul)
@@ -357,8 +341,8 @@ class CostModel:
         return work.flops / (peak * share * full) + writing
 
     def _attention_seconds(self, work: Work) -> float:
-        """Return the seconds of attention, whose rate grows with the keys of a query, and with the tiles of queries of
-        all heads: under a causal mask they are half as much work on average as the longest of them."""
+        """Return the seconds of attention, whose FLOP/s grow with the number of keys of a query, and with the tiles of
+        queries of all heads: under a causal mask a tile is half as much work on average as the longest tile."""
         backward, efficiency = "backward" in work.name, self.efficiency
         of_cudnn = (efficiency.cudnn, efficiency.cudnn_backward)[backward] if self.cudnn else None
         share = self._rate("attention", of_cudnn or (efficiency.flash, efficiency.flash_backward)[backward])
@@ -378,8 +362,8 @@ class CostModel:
         return self._estimated_collective_seconds(name, size, len(ranks), nodes)
 
     def _estimated_collective_seconds(self, name: str, size: int, n: int, nodes: int) -> float:
-        """Return the seconds of a ring. Each of n ranks sends (n - 1) / n of the full tensor; in an all-reduce, twice
-        that. A ring that spans nodes has as many network adapters as it has ranks on a node."""
+        """Return the seconds of a collective, which is a ring except for all-to-all and messages. Each of n ranks sends
+        (n-1)/n of the full tensor, twice that in an all-reduce. A node has a network adapter per rank."""
         efficiency, doublings = self.efficiency, math.log2(nodes)
         of_reduce = efficiency.interconnect_reduce if name == "all_reduce" else None
         share = self._rate("interconnect", of_reduce or efficiency.interconnect)
@@ -389,10 +373,10 @@ class CostModel:
         latency = self._seconds("interconnect", efficiency.latency)
         latency += self._seconds("network", ANY.network_latency) * doublings
         bandwidth = interconnect if nodes == 1 else min(interconnect, network * max(n // nodes, 1))
-        if name == "send":  # one rank has one network adapter
+        if name == "send":  # a message uses one network adapter
             group = "interconnect" if nodes == 1 else "network"
             return self._seconds(group, ANY.message_latency) + size / (interconnect if nodes == 1 else network)
-        if name == "all_to_all":  # nothing is forwarded: what goes to other nodes takes each rank's own adapter
+        if name == "all_to_all":  # each rank sends to other nodes over its own adapter
             remote = (n - n // nodes) / n if nodes > 1 else 0.0
             return latency + max(size * (n - 1) / n / interconnect, size * remote / network)
         sent = size * (n - 1) / n * (2 if name == "all_reduce" else 1)

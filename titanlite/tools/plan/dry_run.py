@@ -41,30 +41,25 @@ from titanlite.tools.plan.segments import KINDS, FoldedStage, Pass, Phases, fold
 from titanlite.train_step import Balance, SingleStageRunner, TrainStep
 
 CPU = torch.device("cpu")
-SPLIT = 3
-"""Number of the microbatch whose backward is split."""
+SPLIT = 3  # number of the microbatch whose backward is split into input and weight gradients
 
 
 class DryRun(NamedTuple):
     """The result of a stage's dry run.
 
-    Attributes:
-        persistent: bytes by kind that exist from step to step.
-        phases: forward and backward of the first, a middle and the last microbatch, by (Pass.FORWARD, 0 to 2) and
-            (Pass.BACKWARD, 0 to 2); the halves of a split backward with the number SPLIT (WEIGHT_GRADIENT has only the
-            layers that were run); ("reduce",); ("update",); and ("muon", number, times), which is run `times` times.
-        axes: axis and ranks of each process group, by the group's name.
-        gradients: bytes of a rank's reduced gradients, equal to those of its trained weights.
-        rotary: bytes of the rotary table, which all stages of a rank share.
-        scale: the stage's weights over the weights of the layers that were run. The phases "reduce" and "update", which
-            treat every weight, take this many times longer than was recorded.
+    phases: (Pass.FORWARD, n) and (Pass.BACKWARD, n) are the first (n = 0), a middle (1) and the last (2) microbatch. A
+    split backward has n = SPLIT, and its WEIGHT_GRADIENT lacks the folded layers. Other phases are ("reduce",),
+    ("update",), and ("muon", number, times), which a step runs `times` times.
+
+    scale: the stage's weights over the weights of the layers that were run. The phases "reduce" and "update", which
+    treat every weight, take `scale` times longer than was recorded.
     """
 
-    persistent: Bytes
-    phases: Phases
-    axes: dict[str, tuple[str, list[int]]]
-    gradients: int
-    rotary: int
+    persistent: Bytes  # bytes by kind of memory that stay allocated from step to step
+    phases: Phases  # segments by phase
+    axes: dict[str, tuple[str, list[int]]]  # axis and ranks of each process group, by the group's name
+    gradients: int  # bytes of a rank's reduced gradients, equal to those of its trained weights
+    rotary: int  # bytes of the rotary table, which all stages of a rank share
     scale: float
 
 
@@ -90,7 +85,7 @@ def fold_stage(config: Config, names: Sequence[str]) -> FoldedStage:
 
 
 def dry_run_accumulation_steps(n: int) -> dict[int, int]:
-    """Return, for the first step (0), a middle one (1) and the last (2), how many of n accumulation steps each is."""
+    """Return how many of n accumulation steps the first (0), the middle (1) and the last dry-run step (2) stand for."""
     return {1: {0: 1}, 2: {0: 1, 2: 1}}.get(n, {0: 1, 1: n - 2, 2: 1})
 
 
@@ -103,32 +98,28 @@ def dry_run(
     fused: Collection[str] = (),
     fold: bool = True,
 ) -> DryRun:
-    """Run one training step of a stage, given by the names of its modules and its number.
-
-    Args:
-        pipeline_rank: the rank that has the stage.
-        fused: which of "model" and "loss" to treat as compiled (fusion.py).
-        fold: leave out repeated layers; False runs all of them, to test that this makes no difference.
-    """
+    """Run one training step of stage `number`, which has the modules `names`, on the pipeline rank that has the stage.
+    `fused`: which of "model" and "loss" to treat as compiled (fusion.py). fold=False also runs repeated layers, to test
+    that folding makes no difference."""
     parallelism = config.parallelism
     folded = fold_stage(config, names) if fold and not config.own.block else fold_layers(names, len(names))
     rank = pipeline_rank * parallelism.world_size // parallelism.pipeline_parallel_degree
-    mesh.forget_layouts()  # they are of another rank's world
+    mesh.forget_layouts()  # cached layouts belong to another rank's world
     with contextlib.ExitStack() as stack:
         stack.enter_context(fake_world(rank, parallelism.world_size))
         layout = mesh.build_layout(parallelism, CPU)
         axes = axes_of_groups(layout)
         stage = _build_stage(config, layout, folded.names, compiled="model" in fused)
         if config.optimizer.state_dtype in QUANTIZED_STATES:
-            from titanlite.techniques.low_bit_adam import create_value_tables  # here: the import takes a second
+            from titanlite.techniques.low_bit_adam import create_value_tables  # the import takes a second
 
             create_value_tables(config.optimizer.state_dtype)
         record = _record_low_bit_adam
         if config.optimizer.name == "Muon":
-            from titanlite.tools.plan import muon_step  # imported here, since most plans do without
+            from titanlite.tools.plan import muon_step  # late import: most plans do without Muon
 
             record = muon_step.recorder(config, layout.mesh, names, axes)
-        trace = stack.enter_context(recording())  # recording begins here: building on the meta device reads numbers
+        trace = stack.enter_context(recording())  # fake tensors begin after the build, which reads tensors' values
         if fused or find_device(config.plan.device).kind == "gpu":
             stack.enter_context(fused_norm(trace, _local))
         if config.model.moe.n_experts:
@@ -157,7 +148,7 @@ def dry_run(
 
 
 def _build_stage(config: Config, layout: mesh.Layout, names: list[str], *, compiled: bool) -> Llama:
-    """Build a stage in which only the operators of experts are compiled; fusion.py models the rest."""
+    """Build a stage, with only its experts' operators compiled; fusion.py models the other compiled operators."""
     stage = build.build_stage(config, layout, names, CPU)
     for block in stage.layers.values():
         if compiled and isinstance(block.feed_forward, RunsUncompiled):
@@ -167,7 +158,7 @@ def _build_stage(config: Config, layout: mesh.Layout, names: list[str], *, compi
 
 def axes_of_groups(layout: mesh.Layout) -> dict[str, tuple[str, list[int]]]:
     """Return the axis and the global ranks of each process group of a layout, by the group's name."""
-    # The group of an axis with all ranks is the group of all, so the axis overwrites "all".
+    # An axis that has all ranks shares the group of "all", and the later entry of the axis replaces that of "all".
     groups = {"all": dist.group.WORLD, **{axis: layout.mesh[axis].get_group() for axis in mesh.AXES}}
     groups |= {"ring": layout.ring_group, "ulysses": layout.ulysses_group}
     present = [(axis, group) for axis, group in groups.items() if group is not None]
@@ -192,8 +183,8 @@ def _fuse_compiled(segments: Sequence[Segment], components: Collection[str]) -> 
 
 
 class RecordedStep:
-    """Stands for an optimizer whose step is recorded instead of run. The update hands it the scale of gradients as
-    a device tensor, as it does with the optimizer itself (optimizer.clipped_step)."""
+    """Replaces an optimizer in TrainStep.update: `step` records operators instead of running them. The scale of the
+    gradients stays a device tensor, as for a fused optimizer (optimizer.clipped_step)."""
 
     _step_supports_amp_scaling = True
 
@@ -206,7 +197,7 @@ def _update(config: Config, trace: OpTrace, stage: Llama, optimizer: Any, balanc
     """Run the end of a step, after its last backward: sums over ranks, clipping, optimizer step, balance of experts."""
     trace.mark("update")
     parameters = list(stage.parameters())
-    for parameter in (each for each in parameters if each.requires_grad):  # LoRA freezes weights
+    for parameter in (each for each in parameters if each.requires_grad):  # frozen weights (LoRA) have no gradient
         for tensor in _local(parameter.grad):
             trace.allocation_of(tensor).kind = "gradients"
     options = {"device": CPU, "contributes_loss": True, "max_norm": config.training.max_norm, "balance": balance}
@@ -214,18 +205,17 @@ def _update(config: Config, trace: OpTrace, stage: Llama, optimizer: Any, balanc
     with torch.no_grad():
         loss_sum, valid = (torch.ones((), dtype=torch.float64) for _ in range(2))
         totals = train_step.groups.totals(loss_sum, valid, parameters, Signals())
-        train_step.update(optimizer, totals.norm, torch.tensor(True))  # a constant, whose value fake tensors know
+        train_step.update(optimizer, totals.norm, torch.tensor(True))  # fake tensors know the value of a constant
         if isinstance(optimizer, RecordedStep):
             _average(config, optimizer.optimizer)
         optimizer.zero_grad()
 
 
 def _create_states(config: Config, optimizer: torch.optim.Optimizer) -> None:
-    """Have the optimizer create its states by a step with zero gradients. LowBitAdam compiles its step, which fake
-    tensors cannot do, so its states are created one by one; Muon's step has collectives. An average of the weights is
-    a state that follows a step."""
+    """Create the optimizer states by a step with zero gradients, and the weight average (ema). Fake tensors cannot run
+    LowBitAdam's compiled step, and Muon's step has collectives, so both create states without a step."""
     if _is(optimizer, "Muon"):
-        from titanlite.tools.plan import muon_step  # here, since most plans do without
+        from titanlite.tools.plan import muon_step  # late import: most plans do without Muon
 
         muon_step.create_states(optimizer)
         return _average(config, optimizer)
@@ -244,15 +234,15 @@ def _create_states(config: Config, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _average(config: Config, optimizer: torch.optim.Optimizer) -> None:
-    """Average the weights, if the config asks for it, after a step that was not run: any other does so itself."""
+    """Update the weight average (ema) after a step that was recorded instead of run, which did not update it."""
     if config.ema.decay:
-        from titanlite.techniques import ema  # here, since most plans do without
+        from titanlite.techniques import ema  # late import: most plans do without an average
 
         ema.update(optimizer, config.ema)
 
 
 def _is(optimizer: torch.optim.Optimizer, name: str) -> bool:
-    return type(optimizer).__name__ == name  # the name suffices: importing the class may take a second
+    return type(optimizer).__name__ == name  # compare names, since importing the class may take a second
 
 
 def _record_low_bit_adam(trace: OpTrace, optimizer: torch.optim.Optimizer) -> None:
@@ -265,10 +255,10 @@ def _record_low_bit_adam(trace: OpTrace, optimizer: torch.optim.Optimizer) -> No
 
 
 def _local(tensor: Tensor) -> list[Tensor]:
-    """Return the plain tensors that a tensor subclass consists of on this rank."""
+    """Return the plain tensors of a tensor subclass on this rank."""
     if isinstance(tensor, DTensor):
         return _local(tensor._local_tensor)
-    if isinstance(getattr(tensor, "_tensor", None), Tensor):  # torchao's float8 weight
+    if isinstance(getattr(tensor, "_tensor", None), Tensor):  # torchao's float8 weight wraps a plain tensor
         return _local(tensor._tensor)
     if hasattr(tensor, "__tensor_flatten__"):
         return [inner for name in tensor.__tensor_flatten__()[0] for inner in _local(getattr(tensor, name))]
@@ -278,12 +268,8 @@ def _local(tensor: Tensor) -> list[Tensor]:
 def _persistent(
     trace: OpTrace, stage: Llama, optimizer: torch.optim.Optimizer, folded: FoldedStage
 ) -> tuple[Bytes, int, int, float]:
-    """Set the kind of all allocations that exist from step to step.
-
-    Returns:
-        Their bytes by kind over all layers; the bytes of all trained weights, equal to those of gradients; the bytes of
-        the rotary table; and the scale, see DryRun.
-    """
+    """Set the kind of all allocations that stay from step to step. Return the allocations' bytes by kind over all
+    layers, and `gradients`, `rotary` and `scale` of DryRun."""
     total, weights, of_run_layers, rotary = dict.fromkeys(KINDS, 0), 0, 0, 0
     parameters = dict(stage.named_parameters())
     tensors = [("parameters", name, tensor) for name, tensor in [*parameters.items(), *stage.named_buffers()]]
@@ -307,15 +293,15 @@ def _persistent(
 
 
 def _mark_layers(trace: OpTrace, stage: Llama) -> None:
-    """Have each block, its experts and the head mark where their forward and their backward begin."""
+    """Register hooks that mark where forward and backward of each block, of its experts and of the head begin."""
 
-    def before_backward(mark: str, layer: int, *args: Any) -> None:  # a hook's last argument is the output
+    def before_backward(mark: str, layer: int, *args: Any) -> None:  # a forward hook's last argument is the output
         if args[-1].requires_grad:
             args[-1].register_hook(lambda grad: trace.mark(mark, layer))
 
     def attend_and_mark(attend: Callable[..., Any], layer: int, *args: Any) -> tuple[Tensor, Tensor]:
-        """Run the part of a block before its experts, with a mark on both sides."""
-        again = trace.segments[-1].mark[0].endswith(" B")  # full AC repeats the block in its backward
+        """Run a block up to its experts, and mark where the experts begin."""
+        again = trace.segments[-1].mark[0].endswith(" B")  # full AC repeats a block's forward in its backward
         if again:
             trace.mark("layer B", layer)
         output, normed = attend(*args)
@@ -335,7 +321,7 @@ def _mark_layers(trace: OpTrace, stage: Llama) -> None:
 
 
 def _batch(config: Config, n_sequences: int) -> Batch:
-    """Return a rank's tokens. Where documents end depends on the data, so each is as long as its sequence."""
+    """Return a rank's batch of zeros. Each document is as long as its sequence, since a plan reads no data."""
     n_tokens = config.training.seq_len // config.parallelism.context_parallel_degree
     shape = (n_sequences, n_tokens)
     tokens, targets, positions = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
@@ -343,8 +329,8 @@ def _batch(config: Config, n_sequences: int) -> Batch:
 
 
 def _run_accumulation_steps(config: Config, trace: OpTrace, model: Llama) -> None:
-    """Run the first, a middle and the last accumulation step like TrainStep.forward_backward. That method itself reads
-    how many tokens are valid, and fake tensors have no values."""
+    """Run the first, a middle and the last accumulation step like TrainStep.forward_backward, which fake tensors cannot
+    run, since it reads the number of valid tokens."""
     runner, valid = SingleStageRunner(model), torch.ones((), dtype=torch.float64)
     numbers = dry_run_accumulation_steps(config.gradient_accumulation_steps)
     for accumulation_step in numbers:
@@ -359,8 +345,8 @@ def _run_microbatches(config: Config, trace: OpTrace, model: Llama, number: int,
     parallelism, shape = config.parallelism, config.hidden_shape
     dtype = getattr(torch, config.training.mixed_precision_param)
     stage = pipeline_stage(model, number, parallelism, group=group, hidden_shape=shape, dtype=dtype, device=CPU)
-    stage.has_backward = True  # schedules set it
-    if hasattr(model, "set_manual_backward_finalization"):  # torch 2.15: the stage's forward_one_chunk does it
+    stage.has_backward = True  # torch's schedules set this attribute
+    if hasattr(model, "set_manual_backward_finalization"):  # torch 2.15 calls this in forward_one_chunk
         model.set_manual_backward_finalization(True)
     first, last = number == 0, number == parallelism.n_stages - 1
     fsdp.prepare_accumulation_step(model, parallelism, last=True)
@@ -395,7 +381,7 @@ def _run_microbatches(config: Config, trace: OpTrace, model: Llama, number: int,
         trace.mark(Pass.INPUT_GRADIENT, SPLIT)
         arguments = backward_arguments(hidden, (output,))
         input_grads, groups = stage.backward_maybe_with_nosync("input", arguments)
-        del input_grads, hidden  # a schedule has sent them by now
+        del input_grads, hidden  # a schedule has sent the input gradients by now
         trace.mark(Pass.WEIGHT_GRADIENT, SPLIT)
         stage.backward_maybe_with_nosync("weight", {"stage_output": (output,), "param_groups": groups})
         del arguments, output, groups

@@ -1,10 +1,9 @@
 """The share of a data sheet's rates that programs reach, by architecture, with the spread of published figures, from
-efficiency.toml. The plan uses it for a device that was not calibrated. Each row has its source; none is fitted to a run
-of a trainer.
+efficiency.toml. The plan uses these shares for a device that was not calibrated. Each row names its source.
 
 Rates depend on sizes. A matrix product takes time to start, keeps all multiprocessors busy only in full waves of tiles,
-and writes its result at the end. Attention reaches half of its rate at some length. A collective has a latency and a
-bandwidth; over several nodes the bandwidth falls with their number.
+and writes its result at the end. Attention reaches half of its rate at `half_length` tokens. A collective has a latency
+and a bandwidth, which falls with the number of nodes.
 """
 
 import functools
@@ -35,7 +34,7 @@ class Share(NamedTuple):
 
 
 class Efficiency(pydantic.BaseModel):
-    """The shares that an architecture reaches. efficiency.toml says what each is."""
+    """The shares that an architecture reaches; efficiency.toml describes each field."""
 
     multiprocessors: int
     matmul: Share
@@ -53,20 +52,18 @@ class Efficiency(pydantic.BaseModel):
 
 
 _TABLES = read_toml(str(Path(__file__).with_name("efficiency.toml")))
-ANY = SimpleNamespace(**{key: Share(*row) for key, row in _TABLES.pop("any").items()})
-"""The shares and seconds of any architecture."""
+ANY = SimpleNamespace(**{key: Share(*row) for key, row in _TABLES.pop("any").items()})  # for any architecture
 _OF_DEVICES = _TABLES.pop("devices")
 EFFICIENCY = {name: Efficiency(**rows) for name, rows in _TABLES.items()}
-TILE = 128
-"""Rows, and columns, of a tile of a matrix product's result."""
+TILE = 128  # rows and columns of a tile of a matrix product's result
 WIDER = 0.1
-"""The fraction by which either end of a range is farther off if the figure was measured on another device."""
+"""Fraction by which both ends of a range are farther apart if the rate was measured on another device."""
 
 
 @functools.cache
 def reached(architecture: str, name: str) -> Efficiency:
-    """Return the shares that a device reaches: its own, or else its architecture's, with the range that they have for
-    it. `name` is the name of its table or file."""
+    """Return the shares of rates that a device reaches: its own, or else its architecture's with wider ranges. `name`
+    is the name of the device's table or file."""
     shares = Efficiency(**(_TABLES[architecture] | _OF_DEVICES.get(name, {})))
     wider = {
         key: share._replace(low=share.low * (1 - WIDER), high=share.high * (1 + WIDER))
@@ -77,6 +74,6 @@ def reached(architecture: str, name: str) -> Efficiency:
 
 
 def slowest_of(n: int, spread: float) -> float:
-    """Return how many times longer the slowest of n devices takes than their mean, on which all wait in a step, if
-    their times are distributed normally with a standard deviation of `spread` (approximately, by a quantile)."""
+    """Return by which factor the slowest of n devices, for which all wait in a step, is slower than their mean, if the
+    times have a normal distribution with a standard deviation of `spread` (approximated by a quantile)."""
     return 1 + spread * NormalDist().inv_cdf((n - 0.375) / (n + 0.25))

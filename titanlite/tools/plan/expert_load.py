@@ -1,10 +1,8 @@
-"""The load of experts that a plan assumes; in a run the tokens decide it.
+"""The load of experts that a plan assumes; in a run the routers decide it.
 
 The tokens of a rank are spread evenly over the ranks of its expert-parallel group. The planned rank is the busiest of
-its group in every layer: it receives plan.expert_imbalance times the mean (1: the load is balanced). Numbers of rows
-are rounded up.
-
-A row is a token sent to one of its experts. Shapes: E experts of this rank, R ranks of an expert-parallel group.
+its group in every layer: it receives plan.expert_imbalance times the mean (1: the load is balanced), rounded up. A row
+is a token that is sent to one expert. Shapes: E experts of this rank, R ranks of an expert-parallel group.
 """
 
 import contextlib
@@ -22,14 +20,10 @@ from titanlite.tools.plan.op_trace import replaced
 class ExpertLoad(NamedTuple):
     """The load of a layer's experts in a microbatch."""
 
-    sent: int
-    """Rows of the tokens that a rank routes, over all experts."""
-    received: int
-    """Rows that the planned rank receives from each rank of its expert-parallel group, itself included."""
-    n_ranks: int
-    """Ranks of that group."""
-    n_experts: int
-    """Experts of a rank."""
+    sent: int  # rows (a token for one expert) that a rank routes, over all experts
+    received: int  # rows that the planned rank receives from each rank of its expert-parallel group, itself included
+    n_ranks: int  # ranks of the expert-parallel group
+    n_experts: int  # experts of a rank
 
     @property
     def per_expert(self) -> float:
@@ -55,15 +49,15 @@ def expert_load(config: Config) -> ExpertLoad:
 
 
 def even_shares(total: int, n: int) -> list[int]:
-    """Return n numbers whose sum is `total`. If it does not divide evenly, the first ones are larger by 1."""
+    """Return n integers that sum to `total`. If `total` does not divide evenly, the first integers are larger by 1."""
     return [total // n + (number < total % n) for number in range(n)]
 
 
 @contextlib.contextmanager
 def assumed(config: Config, on_read: Callable[[], None]) -> Iterator[None]:
-    """Have mixtures of experts in the body compute as on the config's device, and with the assumed load instead of
-    counts, which fake tensors do not have. Calls `on_read` where a run waits for the device to read counts."""
-    from titanlite.techniques.moe import counts, layer  # imported here, since a dense model needs neither
+    """Let mixtures of experts in the with block use the assumed load, since fake tensors have no counts, and the
+    grouped products of the config's device. Calls `on_read` where a run waits for the device to read counts."""
+    from titanlite.techniques.moe import counts, layer  # late import: a dense model has no experts
 
     types, load = layer.GROUPED_MM_DTYPES, expert_load(config)
 

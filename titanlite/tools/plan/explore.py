@@ -1,7 +1,7 @@
-"""Plan a grid of layouts around a config, and write one HTML page in which a reader changes them.
+"""Plan a grid of layouts around a config, and write one HTML page in which a reader chooses among them.
 
-The axes are degrees, batch, activation checkpointing (AC) and device. A chain is all batches of a choice of the others,
-from the smallest to the first that fits no device. Chains are planned in parallel.
+The axes are degrees, batch, activation checkpointing (AC) and device. A chain is the configs that differ only in batch
+and device, from the smallest batch to the first that fits no device. Chains are planned in parallel.
 """
 
 import contextlib
@@ -31,17 +31,17 @@ from titanlite.tools.plan.result import Plan
 
 DEGREES = {"tp": TENSOR, "pp": PIPELINE, "cp": CONTEXT, "dp_replicate": REPLICATE}
 AC_OPTION = "activation_checkpoint.selective_ac_option"
-AC = ["none", "selective", "selective attention", "full"]  # the mode, and selective_ac_option if it is not "op"
+AC = ["none", "selective", "selective attention", "full"]  # mode, then selective_ac_option unless it is "op"
 MODE, WORKERS = r"(none|full|selective( \w+)?)", 4
 AXIS = rf"({'|'.join(DEGREES)}|batch)=[1-9]\d*(,[1-9]\d*)*|ac={MODE}(,{MODE})*|device=.+"
 
-Entries = dict[str, dict[str, Any]]  # the data of each choice on the page, by its key
-Chain = dict[int, dict[str, LoadedConfig[Config]]]  # configs by batch, and by the choice's key
+Entries = dict[str, dict[str, Any]]  # the page's JSON data of each choice, by the choice's values joined with "|"
+Chain = dict[int, dict[str, LoadedConfig[Config]]]  # one task's configs, by batch, then by key of Entries
 
 
 def make_axes(config: Config, texts: list[str]) -> dict[str, list[Any]]:
-    """Return the values of each axis, the config's own first. A text such as tp=1,2 names the values of an axis. By
-    default tp, pp, cp and batch also have half and twice the config's. Raises ConfigError if a text is wrong."""
+    """Return the values of each axis, the config's own first. `texts` such as tp=1,2 name the values of an axis. By
+    default tp, pp, cp and batch also have half and twice the config's value. Raises ConfigError if a text is wrong."""
     axes: dict[str, list[Any]] = {name: [value_of(config, key)] for name, key in DEGREES.items()}
     axes["batch"] = [value_of(config, MICROBATCH if axes["pp"] > [1] else BATCH)]
     for name in ("tp", "pp", "cp", "batch"):
@@ -60,17 +60,17 @@ def make_axes(config: Config, texts: list[str]) -> dict[str, list[Any]]:
 
 
 def overrides(choice: dict[str, Any], plan: Plan, loaded: LoadedConfig[Config]) -> list[str]:
-    """Return the arguments that turn a config into a choice. A pipeline splits a rank's sequences into microbatches of
-    the chosen batch, in as many accumulation steps as the config's own pipeline has, or in one."""
+    """Return the arguments that turn a config into a choice of values. With a pipeline, the chosen batch is the
+    microbatch size, and the number of accumulation steps is that of the config, or 1 if the config has no pipeline."""
     config, product = plan.config, choice["tp"] * choice["pp"] * choice["cp"]
     ranks = max(plan.world_size // product, 1)  # ranks that read different sequences
-    options = {key: choice[name] for name, key in DEGREES.items()}  # a rule rejects those with other products
+    options = {key: choice[name] for name, key in DEGREES.items()}  # rules reject degrees that do not fit the ranks
     options["parallelism.data_parallel_shard_degree"] = max(ranks // choice["dp_replicate"], 1)
     sequences, local = config.training.global_batch_size, choice["batch"]
     if choice["pp"] > 1:
         times = config.gradient_accumulation_steps if config.parallelism.pipeline_parallel_degree > 1 else 1
         options[MICROBATCH], local = local, max(sequences // ranks // times, local)
-    if loaded.config.training.global_batch_size == -1:  # a step has at least as many as the config's
+    if loaded.config.training.global_batch_size == -1:  # a step has at least as many sequences as the config asks
         times = math.ceil(sequences / (local * ranks)) * loaded.config.fault_tolerance.n_groups
         options["training.global_batch_size"] = times * local * ranks
     options |= {BATCH: local, "plan.device": choice["device"]}
@@ -79,7 +79,7 @@ def overrides(choice: dict[str, Any], plan: Plan, loaded: LoadedConfig[Config]) 
 
 
 def planned(plan: Plan) -> dict[str, Any]:
-    """Return the page's data of a plan."""
+    """Return a plan's entry in the page's JSON data."""
     fits, line = verdict(plan)
     memory = {kind: size for kind, size in plan.worst.peak.bytes.items() if size > 0}
     layout = f"{describe_mesh(plan.config)}; {plan.config.training.global_batch_size:,} sequences per step"
@@ -95,13 +95,13 @@ def planned(plan: Plan) -> dict[str, Any]:
 
 
 def plan_chain(chain: Chain, world_size: int) -> Entries:
-    """Return the page's data of a chain."""
+    """Return the page's entries of a chain. Once a batch fits no device, larger batches are not planned."""
     entries, unfit = Entries(), 0
     for batch, variants in sorted(chain.items()):
         plans, cache, problem = [], {}, f"batch {unfit} does not fit already"
         try:
             plans = [make_plan(x, world_size=world_size, cache=cache) for x in variants.values() if not unfit]
-        except Exception as error:  # a layout that cannot be planned is reported, and the others are still compared
+        except Exception as error:  # report a layout that cannot be planned, and plan the other layouts
             problem = f"{type(error).__name__}: {error}"
         entries |= {key: {"state": "not planned", "lines": [problem]} for key in variants}
         entries |= zip(variants, map(planned, plans), strict=False)
@@ -111,7 +111,7 @@ def plan_chain(chain: Chain, world_size: int) -> Entries:
 
 
 def write_explorer(plan: Plan, arguments: list[str], axes: dict[str, list[Any]], seconds: float, target: Path) -> bool:
-    """Plan a grid around a config, and write the page. Return whether all was planned; Ctrl-C ends it early.
+    """Plan a grid of layouts around a config, and write the page. Return False if Ctrl-C ended the planning early.
     `arguments`: the command's config and overrides. `seconds`: the time to plan the config itself."""
     entries, chains, own = Entries(), dict[str, Chain](), load(arguments)
     for values in itertools.product(*axes.values()):
@@ -147,7 +147,7 @@ def write_explorer(plan: Plan, arguments: list[str], axes: dict[str, list[Any]],
     colours = KIND_COLOURS | SHARE_COLOURS | {"overhead": "#777777"}
     text = json.dumps({"axes": axes, "colours": colours, "entries": entries}, separators=(",", ":"))
     body = Path(__file__).with_name("explore.html").read_text(encoding="utf-8").replace("[[TITLE]]", html.escape(title))
-    body = body.replace("[[GRID]]", text.replace("<", r"\u003c"))  # a text cannot end the script element
+    body = body.replace("[[GRID]]", text.replace("<", r"\u003c"))  # escape "<": no text ends the script element
     target.write_text(page(title, body), encoding="utf-8", newline="\n")
     print(f"wrote {target}")
     return complete

@@ -1,8 +1,5 @@
 """Write a plan as one HTML file: memory over the step, the pipeline schedule and the step time as figures, and the
-terminal's tables.
-
-Figures are SVG inside the page, with their text as text. The same plan gives the same bytes.
-"""
+terminal's tables. Figures are SVG inside the page, with selectable text. Equal plans give equal bytes."""
 
 import html
 import math
@@ -22,8 +19,8 @@ from titanlite.tools.plan.report import GIB, report, speed_line, time_shares, ve
 from titanlite.tools.plan.result import Plan
 from titanlite.tools.plan.segments import Pass
 
-# Persistent kinds are the lowest, so that the others change above a flat area. Neighbours also differ in lightness, so
-# that a greyscale print tells them apart.
+# Persistent kinds are at the bottom, so that the other kinds change above a flat area. Neighbouring kinds also differ
+# in lightness, for greyscale prints.
 # fmt: off
 KIND_COLOURS = {
     "parameters": "#332288", "optimizer": "#88ccee", "gradients": "#117733", "communication": "#ddcc77",
@@ -98,12 +95,12 @@ def memory_figure(plan: Plan) -> Figure:
     axes.set_xlim(0, len(rank.points) - 1)
     axes.spines[["top", "right"]].set_visible(False)
     limit, peak = (plan.device.memory - sum(rank.overhead.values())) / GIB, rank.peak.total / GIB
-    near = limit < 2.5 * peak  # a line far above would leave the curve itself no height
+    near = limit < 2.5 * peak  # a limit far above would flatten the curve
     top = 1.2 * max(peak, limit if near else 0)
     axes.set(ylim=(0, top), ylabel="GiB")
     at = rank.points.index(rank.peak)
     side = "right" if at > len(rank.points) / 2 else "left"
-    above = peak if limit > 1.25 * peak else max(peak, limit)  # the label does not cross the limit's line
+    above = peak if limit > 1.25 * peak else max(peak, limit)  # keep the label above the limit's line
     arrow = {"arrowstyle": "-|>", "color": "#111111", "linewidth": 0.8, "relpos": (side == "right", 0)}
     place = {"xy": (at, peak), "xytext": (at, above + 0.09 * top), "ha": side, "va": "bottom"}
     axes.annotate(f"peak: {peak:.2f} GiB in {rank.peak.label}", **place, arrowprops=arrow)
@@ -123,11 +120,11 @@ def schedule_figure(plan: Plan) -> Figure:
     n_ranks = len(plan.spans)
     width, height = WIDTH, 0.95 + (0.3 if n_ranks <= 16 else 0.2) * n_ranks
     figure = Figure((width, height))
-    # The axes have a fixed place: their width decides which numbers fit into their boxes.
+    # The axes' position is fixed, since their width decides which microbatch numbers fit into boxes.
     axes = figure.add_axes((0.5 / width, 0.5 / height, 1 - 0.65 / width, 1 - 0.95 / height))
     points_per_second = 72 * (width - 0.65) / plan.step_seconds
     end = plan.step_seconds - plan.update_seconds
-    line = min(0.5, 0.1 * points_per_second * end / max(map(len, plan.spans)))  # thin lines leave short boxes a colour
+    line = min(0.5, 0.1 * points_per_second * end / max(map(len, plan.spans)))  # thick lines would hide short boxes
     digits = len(str(max(span.action.microbatch for spans in plan.spans for span in spans)))
     boxes: dict[tuple[str, int, str], list[tuple[float, float, int]]] = {}
     for rank, spans in enumerate(plan.spans):
@@ -137,7 +134,7 @@ def schedule_figure(plan: Plan) -> Figure:
             colour = _paler(ACTIONS[action.kind][0], place, len(stages))
             boxes.setdefault((action.kind, place, colour), []).append((start, stop, rank))
             font = min(7.0, (stop - start) * points_per_second / (0.7 * digits))
-            if font >= 3.5:  # readable when zoomed
+            if font >= 3.5:  # smaller digits are unreadable even when zoomed
                 looks = {"size": round(font, 1), "color": _ink(colour), "ha": "center", "va": "center_baseline"}
                 axes.text((start + stop) / 2, rank, str(action.microbatch), **looks)
     axes.add_patch(_boxes([(0, end, rank) for rank in range(n_ranks)], **IDLE))
@@ -187,7 +184,7 @@ def thinned(points: Sequence[Point], most: int) -> list[int]:
 
 
 def _name_phases(axes: Axes, points: Sequence[Point]) -> None:
-    """Name each forward, backward and update below the axis, with ticks between them; not in a pipeline's figure."""
+    """Name up to 12 phases (each forward, backward and update) below the axis, with ticks between them."""
     phases = [point.label.split(",")[0] for point in points]
     begins = [number for number in range(1, len(points)) if phases[number] != phases[number - 1]]
     if len(begins) > 12:
@@ -202,7 +199,7 @@ def _name_phases(axes: Axes, points: Sequence[Point]) -> None:
 
 
 def _boxes(boxes: Sequence[tuple[float, float, int]], **looks: object) -> PathPatch:
-    """Return boxes (start, end, row) as one path: thousands of separate shapes would be most of the file."""
+    """Return boxes (start, end, row) as one path, because thousands of separate shapes would make a large file."""
     corners, codes = [], []
     for start, end, row in boxes:
         corners += [(start, row - 0.4), (end, row - 0.4), (end, row + 0.4), (start, row + 0.4), (start, row - 0.4)]
@@ -211,12 +208,12 @@ def _boxes(boxes: Sequence[tuple[float, float, int]], **looks: object) -> PathPa
 
 
 def _paler(colour: str, place: int, of: int) -> str:
-    """Return the colour of a rank's stage `place` of `of`: the first has `colour`, later ones are paler."""
+    """Return the colour of stage `place` of a rank's `of` stages: `colour` for the first, paler for later ones."""
     white = 0.5 * place / max(of - 1, 1)
     return to_hex([part + (1 - part) * white for part in to_rgb(colour)])
 
 
 def _ink(colour: str) -> str:
-    """Return a text colour that is readable on a colour."""
+    """Return a text colour that is readable on the background `colour`."""
     red, green, blue = to_rgb(colour)
     return "#111111" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "#ffffff"

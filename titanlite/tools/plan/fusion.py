@@ -1,17 +1,13 @@
-"""Model the effect of torch.compile on a block's operators, without compiling. Neighbouring pointwise operators become
-one kernel. Results that no other kernel reads are never written. Results that the backward can compute again at little
-cost are not saved for it.
-
-This is a model of inductor, not a run of it: all pointwise operators between two matrix multiplications, attentions or
-collectives count as one fused kernel.
-"""
+"""Model the effect of torch.compile on a block's operators, without compiling. As a model of inductor, all pointwise
+operators between two matrix multiplications, attentions or collectives become one kernel. Results that no other kernel
+reads are never written. Results that the backward can compute again at little cost are not saved."""
 
 from collections.abc import Collection, Mapping, Sequence
 
 from titanlite.tools.plan.op_trace import Allocation, Communication, Dispatch, Event, HostWait, Memory, Segment, Work
 
 UNFUSED = ("fsdp.", "c10d.", "aten._foreach", "aten._fused", "aten.embedding", "aten.split_with_sizes")
-"""Name prefixes of operators that keep a kernel of their own."""
+"""Name prefixes of operators that are never fused with others."""
 
 
 def is_fusible(work: Work) -> bool:
@@ -20,10 +16,10 @@ def is_fusible(work: Work) -> bool:
 
 
 def fuse(segments: Sequence[list[Event]]) -> list[list[Event]]:
-    """Return the events of some segments with neighbouring operators fused; no kernel spans two segments. The first
-    operator of a group gets all bytes that the group reads and writes. The others are removed, and so are allocations
-    that only the group reads and its segment frees. The host dispatches one operator per kernel, and none on
-    DTensors."""
+    """Return the events of some segments, with neighbouring pointwise operators fused; no kernel spans two segments.
+    A kernel replaces the first operator of its group, with all bytes that the group reads and writes. The group's other
+    operators are removed, and so are allocations that only the group reads and its segment frees. The host dispatches
+    one operator per kernel, and none on DTensors."""
     groups = [group for segment in segments for group in _groups(segment)]
     readers: dict[Allocation, set[int]] = {}
     writer: dict[Allocation, int] = {}
@@ -39,11 +35,11 @@ def fuse(segments: Sequence[list[Event]]) -> list[list[Event]]:
         for allocation, number in writer.items()
         if is_fusible(groups[number][0])
         and allocation.kind in ("temporary", "logits")
-        and readers.get(allocation) == {number}  # None: a collective reads it
+        and readers.get(allocation) == {number}  # no reader: a collective reads the allocation
         and allocation in freed
         and allocation.shape != ()
     }
-    kernels: dict[int, Work] = {}  # keys: identities of the groups' first operators
+    kernels: dict[int, Work] = {}  # keys: ids of the groups' first operators
     for number, group in enumerate(groups):
         own = {allocation for work in group for allocation in work.outputs if writer[allocation] == number}
         kernels[id(group[0])] = _kernel(group, own, internal) if is_fusible(group[0]) else group[0]
@@ -80,7 +76,7 @@ def _with_kernels(segment: list[Event], kernels: dict[int, Work], internal: set[
 
 
 def _kernel(group: list[Work], own: set[Allocation], internal: set[Allocation]) -> Work:
-    """Return a group of operators as one kernel. It does not read its own results, nor write the internal ones."""
+    """Return a group of operators as one kernel, which neither reads its own results nor writes internal ones."""
     read, written = {}, {}
     for work in group:
         for allocation in set(work.inputs) - own:
@@ -92,22 +88,23 @@ def _kernel(group: list[Work], own: set[Allocation], internal: set[Allocation]) 
 
 
 def overlap(segments: Sequence[Segment], groups: Mapping[str, int]) -> None:
-    """Mark, in place, the collectives that async TP overlaps in compiled blocks, and their products
-    (torch._inductor.fx_passes.micro_pipeline_tp, read in 2.13). `groups`: ranks of each tensor-parallel group."""
+    """Mark, in place, the collectives that async TP overlaps in compiled blocks, and their products (torch 2.13:
+    torch._inductor.fx_passes.micro_pipeline_tp). `groups`: number of ranks of each tensor-parallel group."""
     for events in (segment.events for segment in segments if segment.mark[0] in ("layer F", "layer B")):
         works, split = [event for event in events if isinstance(event, Work)], dict[int, Work]()
         for index, event in enumerate(events):
             if isinstance(event, Communication) and (n := groups.get(event.group, 1)) > 1:
                 found = {id(work): work._replace(kernels=n) for work in _overlapping(event, works)}
-                # Each chunk has a copy and two barriers.
+                # A copy and two barriers of each of the n chunks are 3 * n kernels.
                 events[index] = event._replace(products=tuple(found.values()), kernels=3 * n if found else 1)
                 split |= found
         events[:] = [split.get(id(event), event) for event in events]
 
 
 def _overlapping(event: Communication, works: list[Work]) -> list[Work]:
-    """Return the products of gathered tensors and weights, or the product whose result is reduced and has no other
-    reader. A product with a bias does not count, nor one behind a cast to float8 or a sum of products."""
+    """Return the products that async TP overlaps with a collective: products of its gathered tensor and a weight, or
+    the product whose result only the collective reads. Products with a bias, products of a gathered tensor that is cast
+    to float8, and sums of products are not overlapped."""
     if event.name == "all_gather":
         gathered = [work for work in works if work.name == "aten.mm" and work.inputs[0] in event.outputs]
         return [work for work in gathered if work.inputs[1].kind in ("parameters", "gathered")]
@@ -117,8 +114,8 @@ def _overlapping(event: Communication, works: list[Work]) -> list[Work]:
 
 
 class _Life:
-    """The history of an allocation: the segment that allocates it (`born`) and the one that frees it, the operators of
-    the first segment that use it, those of them that write it, and the operators of later segments that use it."""
+    """The history of an allocation: the segment that allocates it (`born`), the one that frees it (-1: none), its
+    number of changes of size, the operators of segment `born` that use and that write it, and its later users."""
 
     def __init__(self, born: int):
         self.born, self.freed, self.changes = born, -1, 0
@@ -128,17 +125,12 @@ class _Life:
 
 
 class _Saved:
-    """The allocations that the forward saves for the backward.
-
-    Attributes:
-        freed: allocations that the forward frees instead.
-        sources: for each one that the backward computes again, the allocations that it is computed from.
-    """
+    """The allocations that the forward saves for the backward."""
 
     def __init__(self, segments: Sequence[Segment]):
         self.segments, self.lives = segments, _lives(segments)
-        self.freed: set[Allocation] = set()
-        self.sources: dict[Allocation, set[Allocation]] = {}
+        self.freed: set[Allocation] = set()  # allocations that the forward frees instead of saving
+        self.sources: dict[Allocation, set[Allocation]] = {}  # freed -> inputs of its computation in the backward
 
     def exists(self, allocation: Allocation, number: int) -> bool:
         """Return whether an allocation exists in a segment."""
@@ -146,7 +138,7 @@ class _Saved:
         return life is None or (allocation not in self.freed and (life.freed == -1 or life.freed >= number))
 
     def computed_from(self, allocation: Allocation, number: int) -> set[Allocation] | None:
-        """Return the saved results from which a pointwise one can be computed in a segment; None if there are none."""
+        """Return the saved allocations from which a pointwise result can be computed in a segment, or None."""
         life, found = self.lives[allocation], set()
         if not life.writers or not all(map(is_fusible, life.writers)):
             return None
@@ -169,7 +161,7 @@ class _Saved:
         if found is None or sum(source.largest for source in instead) >= allocation.largest:
             return
         late = self.segments[life.freed].events
-        for source in instead:  # it is freed where the allocation was, which the backward computes from it
+        for source in instead:  # to recompute an allocation, the backward still needs its source
             end = _take_end(self.segments, source, self.lives[source])
             late.insert(_end_of(allocation, late), end)
             self.lives[source].freed, source.kind = life.freed, allocation.kind
@@ -180,12 +172,11 @@ class _Saved:
 
 
 def save_less(segments: Sequence[Segment], forward: Collection[int], backward: Collection[int]) -> None:
-    """Free in the forward the results that eager autograd saves and a compiled block does not. They are of two kinds
-    (torch._functorch.partitioners.min_cut_rematerialization_partition). No backward reads the first kind. The second is
-    pointwise, and only pointwise operators read it in the backward; its inputs exist there anyway, or are smaller and
-    saved instead: logits in bfloat16, instead of their log-softmax in float32.
-
-    `forward` and `backward` are the numbers of the compiled segments."""
+    """Free in the forward the results that eager autograd saves and a compiled block does not
+    (torch._functorch.partitioners.min_cut_rematerialization_partition). The backward does not read such results, or
+    they are pointwise and only pointwise operators of the backward read them. The inputs of such a pointwise result
+    exist in the backward anyway, or are smaller and saved instead: bfloat16 logits instead of their float32
+    log-softmax. `forward`, `backward`: numbers of the compiled segments."""
     saved = _Saved(segments)
     for allocation, life in saved.lives.items():
         if life.born not in forward or life.freed <= life.born or life.changes != 2:
@@ -195,7 +186,7 @@ def save_less(segments: Sequence[Segment], forward: Collection[int], backward: C
                 saved.freed.add(allocation)
         elif all(number in backward and is_fusible(work) for number, work in life.later):
             saved.compute_again(allocation)
-    for allocation in saved.freed:  # directly after its last use in the segment that allocates it
+    for allocation in saved.freed:  # free an allocation directly after its last use in its first segment
         allocation.kind, life = "temporary", saved.lives[allocation]
         end = _take_end(segments, allocation, life)
         early = segments[life.born].events
@@ -227,7 +218,6 @@ def _lives(segments: Sequence[Segment]) -> dict[Allocation, _Life]:
 
 
 def _take_end(segments: Sequence[Segment], allocation: Allocation, life: _Life) -> Event:
-    """Remove the event that frees an allocation, and return it."""
     events = segments[life.freed].events
     return events.pop(_end_of(allocation, events))
 

@@ -6,14 +6,11 @@ from collections.abc import Iterator
 from titanlite.config.stage_split import SPLIT_BACKWARD
 from titanlite.tools.plan.result import Plan, devices_per_node
 
-GIB, MICROBATCHES_PER_RANK, SMALL = 2**30, 4, 0.1
-"""SMALL: lost time below this share of a step is not mentioned."""
-STATES = ("parameters", "gradients", "optimizer")
-"""Kinds of memory that, like "gathered", do not depend on the batch."""
+GIB, MICROBATCHES_PER_RANK, SMALL = 2**30, 4, 0.1  # SMALL: least share of a step for which lost time is mentioned
+STATES = ("parameters", "gradients", "optimizer")  # kinds of memory that, like "gathered", do not depend on the batch
 
 
 def hints(plan: Plan) -> list[str]:
-    """Return the hints that apply."""
     return [text for text in (*in_time(plan), too_little_memory(plan), *memory_to_spare(plan)) if text]
 
 
@@ -41,7 +38,7 @@ def in_time(plan: Plan) -> Iterator[str]:
 
 
 def few_microbatches(plan: Plan) -> str:
-    """Return a hint if a pipeline is idle for long while it fills and drains: how to have more microbatches."""
+    """Return a hint if a pipeline is idle for long while it fills and drains: how to get more microbatches."""
     config, degree, n = plan.config, plan.config.parallelism.pipeline_parallel_degree, plan.config.n_microbatches
     if plan.pipeline_bubble < SMALL or n >= MICROBATCHES_PER_RANK * degree:
         return ""
@@ -74,7 +71,7 @@ def too_little_memory(plan: Plan) -> str:
 
 
 def memory_to_spare(plan: Plan) -> Iterator[str]:
-    """Yield hints to drop options that save memory which is not needed, given the most bytes that each may add."""
+    """Yield hints to drop an option that saves memory, if the plan has room for the bytes that the hint may add."""
     config, worst, training, seconds = plan.config, plan.worst, plan.config.training, plan.cost.seconds
     spare, peak = (plan.device.memory - worst.total) / (worst.total / worst.peak.total), worst.peak
     # The memory that the backward of a recomputed block adds includes all of the block's activations.

@@ -1,8 +1,7 @@
 """Look up how long an operator or a collective takes on a device that `titanlite calibrate` has measured.
 
-Values between measured points are interpolated: seconds over bytes for collectives and memory-bound operators, FLOP/s
-over sizes for matrix multiplication and attention. The interpolation is logarithmic, because sizes differ by orders of
-magnitude.
+Between measured points, seconds are interpolated over bytes for collectives and memory-bound operators, and FLOP/s over
+sizes for matrix multiplication and attention, on a logarithmic scale because sizes differ by orders of magnitude.
 """
 
 import bisect
@@ -34,11 +33,9 @@ def work_seconds(measured: Measured, work: Work) -> float:
 
 
 def collective_seconds(measured: Measured, name: str, size: int, n: int, nodes: int) -> float:
-    """Return the seconds of a collective of `size` bytes over n ranks on `nodes` nodes.
-
-    The nearest measured group counts: first by whether it spans nodes, then by its number of ranks. The bytes sent are
-    converted to that number as in a ring, by (n - 1) / n. Raises ConfigError if no group was measured.
-    """
+    """Return the seconds of a collective of `size` bytes over n ranks on `nodes` nodes. The measured group that is
+    nearest, first in whether it spans nodes, then in its number of ranks, gives the seconds. The size is converted to
+    that group's number of ranks as in a ring, by (n - 1) / n. Raises ConfigError if no group was measured."""
     rows = [row for row in measured.collectives if row.name == name]
     if not rows:
         raise ConfigError([f"plan.device: no {name} was measured there; calibrate with at least two ranks"])
@@ -50,8 +47,8 @@ def collective_seconds(measured: Measured, name: str, size: int, n: int, nodes: 
 
 
 def seconds_at(points: Sequence[Sequence[float]], size: float) -> float:
-    """Return the seconds at a size, from points (size, seconds) in the order of their sizes. Below the first point they
-    are constant, and above the last one proportional to the size."""
+    """Return the seconds at a size, from points (size, seconds) in ascending order. Below the first point the seconds
+    are constant, and above the last point proportional to the size."""
     smallest, largest = points[0], points[-1]
     if size <= smallest[0]:
         return smallest[1]
@@ -63,7 +60,7 @@ def seconds_at(points: Sequence[Sequence[float]], size: float) -> float:
 def rate_at(rows: Sequence[Sequence[float]], sizes: Sequence[float]) -> float:
     """Return the rate at some sizes, from rows (*sizes, rate) on a grid that may have gaps. Sizes outside of the grid
     are moved to its edge. The rate is a mean over the measured corners of the grid's cell, weighted by distance; if no
-    corner was measured, it is the nearest row's."""
+    corner was measured, the nearest row's rate is taken."""
     table = {tuple(row[:-1]): row[-1] for row in rows}
     sides = []
     for axis, size in enumerate(sizes):

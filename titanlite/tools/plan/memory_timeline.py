@@ -13,8 +13,7 @@ from titanlite.metrics.devices import find_device
 from titanlite.tools.plan.op_trace import Memory, Segment
 from titanlite.tools.plan.segments import KINDS
 
-Bytes = dict[str, int]
-"""Bytes by kind of memory."""
+Bytes = dict[str, int]  # bytes by kind of memory
 
 
 class Point(NamedTuple):
@@ -25,26 +24,20 @@ class Point(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Bytes of all kinds."""
         return sum(self.bytes.values())
 
 
 class MemoryTimeline:
-    """Replays segments, beginning with the bytes that exist from step to step.
-
-    Attributes:
-        current_bytes: bytes that are allocated now, by kind.
-        points: the peak and the end of each segment.
-    """
+    """Replays the allocations of segments, beginning with the bytes that stay allocated from step to step."""
 
     def __init__(self, config: Config, persistent: Bytes):
-        self.current_bytes = {kind: persistent.get(kind, 0) for kind in KINDS}
-        self.rounding = 1 if find_device(config.plan.device).kind == "cpu" else 512  # bytes, by CUDA's allocator
-        self.points: list[Point] = [Point("between steps", dict(self.current_bytes))]
+        self.current_bytes = {kind: persistent.get(kind, 0) for kind in KINDS}  # bytes allocated now, by kind
+        self.rounding = 1 if find_device(config.plan.device).kind == "cpu" else 512  # CUDA's allocation unit in bytes
+        self.points: list[Point] = [Point("between steps", dict(self.current_bytes))]  # peak and end of each segment
         self._changes: dict[int, tuple[Bytes, Bytes]] = {}
 
     def replay(self, segments: Iterable[Segment], label: str, *, without: str = "") -> None:
-        """Add the points of some segments. `without`: a maker whose allocations are counted elsewhere."""
+        """Append the points of some segments. `without`: a maker whose allocations are left out."""
         for segment in segments:
             net, at_peak = self._change(segment, without)
             name, *number = segment.mark
@@ -56,16 +49,15 @@ class MemoryTimeline:
             self.points.append(Point(where, dict(self.current_bytes)))
 
     def net(self, segments: Iterable[Segment], *, without: str = "") -> Bytes:
-        """Return the bytes by kind that some segments add in total."""
+        """Return the bytes by kind that some segments allocate, less those that they free."""
         nets = [self._change(segment, without)[0] for segment in segments]
         return {kind: sum(net[kind] for net in nets) for kind in KINDS}
 
     def set_current(self, current_bytes: Bytes) -> None:
-        """Set the bytes that are allocated now, by kind."""
         self.current_bytes = {kind: current_bytes.get(kind, 0) for kind in KINDS}
 
     def _change(self, segment: Segment, without: str) -> tuple[Bytes, Bytes]:
-        """Return the bytes by kind that a segment adds in total, and at its peak."""
+        """Return the bytes by kind that a segment has added at its end, and at its peak."""
         if id(segment.events) not in self._changes:  # the copies of a folded layer share its events
             now, total, most = dict.fromkeys(KINDS, 0), 0, 0
             at_peak = dict(now)

@@ -1,6 +1,6 @@
-"""Record Muon's step in a dry run. How Muon assigns matrices to ranks depends on all layers of a stage, and a dry run
-has only a few of them. So the work and the communication of each round are recorded for the full stage, as those of the
-rank with the most work in it, in phases ("muon", number, times) of one matrix each."""
+"""Record Muon's step in a dry run. Muon assigns the matrices of all layers of a stage to ranks, in rounds, and a dry
+run has only a few layers. So this module computes the rounds of the full stage. Each round is recorded as its largest
+matrix, and rounds whose largest matrices have equal shapes share a phase ("muon", number, times)."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,11 +25,11 @@ def shapes_of_matrices(config: Config, names: Sequence[str] | None) -> list[tupl
 def recorder(
     config: Config, mesh: DeviceMesh, names: Sequence[str], axes: dict[str, tuple[str, list[int]]]
 ) -> Callable[[OpTrace, Muon], None]:
-    """Return a function that steps the AdamW of the other weights, and records what Muon does in a stage of the named
-    modules. Add its process group to `axes` if it is not there."""
+    """Return a function that runs AdamW's step of the weights without Muon, and records Muon's step in a stage of the
+    named modules. Add Muon's process group to `axes` if it is missing."""
     group = stage_group(mesh)
     axes.setdefault(group.group_name, ("stage", dist.get_process_group_ranks(group)))
-    has_own_experts = config.parallelism.expert_parallel_degree == group.size()  # the full ones that a rank works on
+    has_own_experts = config.parallelism.expert_parallel_degree == group.size()  # each rank's experts are unsharded
     rounds = assign(shapes_of_matrices(config, names), group.size())
     longest = Counter(max((unit.shape for unit in units), key=work_of) for units in rounds)
 
@@ -37,7 +37,7 @@ def recorder(
         optimizer.adamw.step()
         for weight in optimizer.matrices:
             size, exchanged = local_shard(weight).nbytes, local_shard(weight).numel() * optimizer.dtype.itemsize
-            # Momentum is updated and read one gradient ahead, the weight decays, and the result is subtracted.
+            # Bytes of four passes: momentum, look-ahead by one gradient, weight decay, subtraction of the result.
             trace.record(Work("titanlite.techniques.muon", 0, "", 6 * size + exchanged, 3 * size + exchanged, (), ()))
         for number, (shape, times) in enumerate(longest.items()):
             trace.mark("muon", number, times)
@@ -51,7 +51,7 @@ def recorder(
 
 
 def create_states(optimizer: Muon) -> None:
-    """Have the optimizer create its states, without the collectives of a step."""
+    """Create the optimizer's states without Muon's step, which has collectives."""
     for weight in optimizer.matrices:
         optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     for weight in (weight for group in optimizer.adamw.param_groups for weight in group["params"]):

@@ -26,11 +26,8 @@ from titanlite.parallel import tiled_attention
 
 @contextlib.contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """Start one rank's process group without the other ranks. Its collectives return at once and leave their buffers
-    as they are.
-
-    Private: torch.testing._internal.distributed.fake_pg (tried on torch 2.11 to 2.15).
-    """
+    """Start the process group of one rank without the other ranks. The group's collectives return at once and leave
+    their buffers unchanged. Private: torch.testing._internal.distributed.fake_pg (tried on torch 2.11 to 2.15)."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
@@ -42,7 +39,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Have an attribute of an object, a class or a module be `value` in the body."""
+    """Set an attribute of an object, a class or a module to `value` inside the with block."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -52,13 +49,13 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class Allocation:
-    """The memory of a storage, which a tensor and its views use.
+    """The memory of a torch storage, which a tensor and its views share.
 
     Attributes:
-        size, largest: bytes now, and the most so far.
-        maker: an operator's name, or the argument of `OpTrace.naming`; BUFFER for a module's buffer.
-        kind: kind of memory (see titanlite/tools/plan/memory_timeline.py); "" until it is known.
-        shape: shape of the tensor that it was allocated for.
+        size, largest: current bytes, and the most bytes so far.
+        maker: the operator that allocated the memory, or `OpTrace.naming`'s argument; BUFFER for a module's buffer.
+        kind: kind of memory (see titanlite/tools/plan/memory_timeline.py); "" until the kind is known.
+        shape: shape of the tensor that the memory was allocated for.
     """
 
     __slots__ = ("kind", "largest", "maker", "shape", "size")
@@ -75,29 +72,20 @@ class Memory(NamedTuple):
 
 
 class Work(NamedTuple):
-    """An operator on the device.
-
-    Attributes:
-        flops: FLOPs of matrix multiplication and attention; 0 for all other operators.
-        dtype: the peak rate of the device that applies: "bf16", "fp8", "fp32"; "" without flops.
-        read, written: bytes of its inputs and outputs.
-        sizes: for matrix multiplications, their number, m, n and k of [m, k] x [k, n]; for attention, the numbers of
-            queries and of keys in a sequence, and head_dim.
-        kernels: the number of kernels, each with fewer rows, into which a matrix multiplication is split.
-    """
+    """An operator on the device."""
 
     name: str
-    flops: int
-    dtype: str
-    read: int
-    written: int
+    flops: int  # FLOPs of matrix multiplication and attention; 0 for all other operators
+    dtype: str  # the device's peak rate that applies to `flops`: "bf16", "fp8" or "fp32"; "" without flops
+    read: int  # bytes read from inputs
+    written: int  # bytes written to outputs
     inputs: tuple[Allocation, ...]
     outputs: tuple[Allocation, ...]
-    sizes: tuple[int, ...] = ()
-    kernels: int = 1
+    sizes: tuple[int, ...] = ()  # number, m, n, k of products [m, k] x [k, n]; queries, keys, head_dim of attention
+    kernels: int = 1  # kernels, each with fewer rows, into which a matrix multiplication is split
 
     def of_rows(self, share: float) -> "Work":
-        """Return the matrix multiplication of a share of the rows of [m, k]."""
+        """Return this matrix multiplication with only a share (0 to 1) of the rows of [m, k]."""
         times, m, n, k = self.sizes
         read, sizes = self.read * (m * share + n) / (m + n), (times, math.ceil(m * share), n, k)
         amounts = {"flops": round(self.flops * share), "read": round(read), "written": round(self.written * share)}
@@ -105,24 +93,21 @@ class Work(NamedTuple):
 
 
 class Dispatch(NamedTuple):
-    """The host's work before it issues the next event: it dispatches `operators`, including views, and `on_dtensors`,
-    each of which dispatches others."""
+    """The host dispatches operators before the next event."""
 
-    operators: int
-    on_dtensors: int
+    operators: int  # operators on plain tensors, including views
+    on_dtensors: int  # operators on DTensors, each of which dispatches operators on plain tensors
 
 
 class Communication(NamedTuple):
-    """A collective in the named process group, or a message. `size`: bytes of the full tensor that is gathered, reduced
-    or sent; for an all-to-all, the larger of the bytes that a rank sends and receives. `outputs`, `inputs`: allocations
-    that it writes and reads. `products`: the matrix multiplications that it overlaps with."""
+    """A collective in the process group named `group`, or a message."""
 
     name: str
     group: str
-    size: int
-    outputs: tuple[Allocation, ...] = ()
-    inputs: tuple[Allocation, ...] = ()
-    products: tuple[Work, ...] = ()
+    size: int  # bytes of the full tensor; in an all-to-all, the larger of the bytes that a rank sends and receives
+    outputs: tuple[Allocation, ...] = ()  # allocations that the collective writes
+    inputs: tuple[Allocation, ...] = ()  # allocations that the collective reads
+    products: tuple[Work, ...] = ()  # matrix multiplications that the collective overlaps with
     kernels: int = 1
 
 
@@ -145,37 +130,29 @@ NORM, NORM_BACKWARD = "aten._fused_rms_norm", "aten._fused_rms_norm_backward"
 
 _TABLES = read_toml(str(Path(__file__).with_name("op_trace.toml")))
 VIEWS, COPIES = frozenset(_TABLES["views"]), frozenset(_TABLES["copies"])
-"""Operators that move no data, and operators that do not read what they change."""
+"""VIEWS are operators that move no data; COPIES overwrite an argument without reading it."""
 COLLECTIVES: dict[str, list[Any]] = _TABLES["collectives"]
-"""By operator: the name of the collective, and the index of the argument that is the full tensor, if there is one. ALL:
-the largest of the arguments and the result."""
+"""The collective of each operator, and the index of the argument that is the full tensor. ALL: the largest argument or
+result is the full tensor. Without an index, the result is the full tensor."""
 COPY_IN = "fsdp.all_gather_copy_in"
 
 
 class OpTrace(TorchDispatchMode):
-    """Records the operations inside its context, which must be inside a FakeTensorMode.
-
-    Attributes:
-        segments: in the order in which the CPU issues their events.
-        live: current allocations, by their storage's address.
-        enabled: whether operators are recorded.
-    """
+    """Records the operators, collectives and allocations inside its with block."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.segments: list[Segment] = [Segment(("begin",), [])]
-        self.live: dict[int, Allocation] = {}
+        self.segments: list[Segment] = [Segment(("begin",), [])]  # segments of events, in the order of the host
+        self.live: dict[int, Allocation] = {}  # current allocations, by their storage's address
         self._watched: dict[int, Any] = {}
-        self.enabled, self._maker = True, ""
-        self._operators, self._on_dtensors = 0, 0  # dispatched since the last event
+        self.enabled, self._maker = True, ""  # enabled: whether operators are recorded
+        self._operators, self._on_dtensors = 0, 0  # operators dispatched since the last event
 
     def mark(self, *label: Any) -> None:
-        """Begin a segment."""
         self._record_dispatch()
         self.segments.append(Segment(label, []))
 
     def record(self, event: Event) -> None:
-        """Add an event to the current segment."""
         if not isinstance(event, Memory):
             self._record_dispatch()
         self.segments[-1].events.append(event)
@@ -186,15 +163,15 @@ class OpTrace(TorchDispatchMode):
             self._operators, self._on_dtensors = 0, 0
 
     def naming(self, maker: str) -> contextlib.AbstractContextManager[None]:
-        """Set the maker of allocations in the body."""
+        """Set the maker of the allocations that are made inside the with block."""
         return replaced(self, "_maker", maker)
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
-        """Record nothing in the body."""
+        """Record no operators inside the with block."""
         return replaced(self, "enabled", False)
 
     def record_work(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        """Record an operator on plain tensors that has no matrix products."""
+        """Record an operator without FLOPs, from the plain tensors that it reads and writes."""
         self._operators += 1
         written_to = self._allocations(name, outputs)
         sizes = (sum(map(_n_bytes, tensors)) for tensors in (inputs, outputs))
@@ -212,7 +189,7 @@ class OpTrace(TorchDispatchMode):
     ) -> Any:
         if any(kind not in (FakeTensor, Tensor, torch.nn.Parameter) for kind in types):
             self._on_dtensors += self.enabled
-            return NotImplemented  # DTensor and other subclasses: their inner tensors come back here
+            return NotImplemented  # a subclass such as DTensor then dispatches operators on its inner tensors
         kwargs = kwargs or {}
         name = str(func._schema.name).replace("::", ".")
         implementation = DECOMPOSED.get(name)
@@ -220,7 +197,7 @@ class OpTrace(TorchDispatchMode):
             with self:
                 return implementation(*args, **kwargs)
         out = RESULTS.get(name, func)(*args, **kwargs)
-        if self.enabled and not name.startswith("prim."):  # prim.device, which only fake tensors dispatch
+        if self.enabled and not name.startswith("prim."):  # fake tensors alone dispatch prim.device
             self._record(name, func, args, kwargs, out)
         return out
 
@@ -230,7 +207,7 @@ class OpTrace(TorchDispatchMode):
         if name in COLLECTIVES:
             self._record_collective(name, args, inputs, outputs)
             return
-        if name == COPY_IN:  # returns the shard's part of the buffer, and the buffer
+        if name == COPY_IN:  # outputs are the shard's slice of the buffer, then the full buffer
             inputs, outputs = list(args[0]), outputs[:1]
         before = {x.untyped_storage()._cdata for x in inputs}
         written_to = self._allocations(name, outputs)
@@ -303,25 +280,25 @@ RESULTS: dict[str, Callable[..., Any]] = {
     "aten._grouped_mm": _grouped_mm,
     "_c10d_functional.wait_tensor": lambda tensor: tensor,
 }
-"""Functions in the place of operators that fake tensors lack or get wrong: _grouped_mm in float32 (torch 2.11 to 2.14),
-and wait_tensor, which should return its argument and not another tensor."""
+"""Replacements of operators that fake tensors lack or get wrong: _grouped_mm in float32 (torch 2.11 to 2.14), and
+wait_tensor, which must return its argument itself."""
 
 
 def _group_of(args: tuple[Any, ...]) -> str:
     for arg in args:
         if isinstance(arg, torch.ScriptObject):
-            with contextlib.suppress(RuntimeError, TypeError):  # another kind of object
+            with contextlib.suppress(RuntimeError, TypeError):  # `unbox` raises if `arg` is no process group
                 return dist.ProcessGroup.unbox(arg).group_name
     return next(arg for arg in reversed(args) if isinstance(arg, str) and arg not in ("sum", "max", "min", "avg"))
 
 
 def _n_bytes(tensor: Tensor) -> int:
-    """Return the bytes that an operator touches; an expanded view counts once."""
+    """Return the bytes that an operator touches in a tensor; an expanded dimension counts once."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return those arguments that an operator changes, according to its schema."""
+    """Return the arguments that an operator changes, according to its schema."""
     parameters = func._schema.arguments
     given = {**{parameter.name: arg for parameter, arg in zip(parameters, args, strict=False)}, **kwargs}
     writes = [parameter.name for parameter in parameters if parameter.alias_info and parameter.alias_info.is_write]
@@ -337,7 +314,7 @@ def _flops(
 ) -> tuple[int, str, tuple[int, ...]]:
     """Return the FLOPs of a matrix multiplication or of attention (half of them under a causal mask), the dtype whose
     peak rate applies, and the sizes; see Work."""
-    if name in ("mm", "addmm", "addmm_", "bmm", "_scaled_mm", "_grouped_mm"):  # a row of a grouped one has one group
+    if name in ("mm", "addmm", "addmm_", "bmm", "_scaled_mm", "_grouped_mm"):  # grouped: each row counts once
         left, right = (inputs[1], inputs[2]) if name.startswith("addmm") else (inputs[0], inputs[1])
         sizes = left.shape[0] if name == "bmm" else 1, left.shape[-2], right.shape[-1], left.shape[-1]
         return 2 * math.prod(sizes), "fp8" if name == "_scaled_mm" else _rate_dtype(left), sizes
@@ -346,18 +323,18 @@ def _flops(
         q, k = (inputs[1], inputs[2]) if backward else (inputs[0], inputs[1])
         products = 5 if backward else 2  # the backward recomputes the scores
         sizes = q.shape[2], k.shape[2], q.shape[3]
-        causal = next((arg for arg in reversed(args) if isinstance(arg, bool)), False)  # the last one in all schemas
+        causal = next((arg for arg in reversed(args) if isinstance(arg, bool)), False)  # the last bool is is_causal
         flops = products * 2 * q.shape[0] * q.shape[1] * math.prod(sizes) // (2 if causal else 1)
         return flops, _rate_dtype(q), sizes
-    if name == "record_largest_logits":  # products of own queries with keys of all context ranks; causal: half
+    if name == "record_largest_logits":  # this rank's queries x keys of all context ranks; causal: half
         q, length = inputs[1], inputs[2].shape[1] * tiled_attention._size(args[5]) * tiled_attention._size(args[6])
         sizes = q.shape[0] * q.shape[2], q.shape[1], length, q.shape[3]
         return math.prod(sizes), _rate_dtype(q), sizes
     if name in ("_flash_attention_forward", "_flash_attention_backward"):  # packed sequences: q is [N, H, K]
         backward = "backward" in name
-        q, length = (inputs[1], args[8]) if backward else (inputs[0], args[5])  # the longest length, which all have
+        q, length = (inputs[1], args[8]) if backward else (inputs[0], args[5])  # max_q, the length of every sequence
         window = min(kwargs.get("window_size_left", length) + 1, length)
-        pairs = window * (2 * length - window)  # twice the pairs of a query and a key in a sequence
+        pairs = window * (2 * length - window)  # twice the query-key pairs of a sequence
         flops = (5 if backward else 2) * q.numel() * pairs // length
         return flops, _rate_dtype(q), (length, window, q.shape[-1])
     return 0, "", ()
@@ -373,7 +350,7 @@ def recording() -> Iterator[OpTrace]:
 
     Private: UntypedStorage.resize_, with which FSDP frees and allocates gathered weights without an operator; and
     ShardingPropagator (the same name in torch 2.11 to 2.15), with which DTensor runs operators on fake full tensors to
-    learn the shape of the result. A real run spends no memory on the latter, so it is not recorded.
+    learn the shape of a result. Propagation is not recorded, since it takes no memory in a real run.
     """
     trace, name = OpTrace(), "_propagate_tensor_meta_non_cached"
     resize, propagate = torch.UntypedStorage.resize_, getattr(ShardingPropagator, name)
@@ -399,9 +376,8 @@ def recording() -> Iterator[OpTrace]:
 
 
 def fused_norm(trace: OpTrace, local: Callable[[Tensor], list[Tensor]]) -> contextlib.AbstractContextManager[None]:
-    """Record each RMSNorm in the body as a single operator that saves its input, which it is on CUDA and to the
-    compiler: on a CPU it is a dozen operators, whose autograd saves two copies in float32. `local` returns a tensor's
-    plain tensors on this rank."""
+    """Record each RMSNorm inside the with block as one operator that saves its input, as CUDA and the compiler run it.
+    A CPU runs a dozen operators for a norm, which save two float32 copies. `local` returns a tensor's plain tensors."""
     composite = F.rms_norm
 
     def record(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Plan a config: run its stages dry, and compose memory and time of a step on the device that the config names."""
+"""Plan a config: dry-run each pipeline stage, and compose a step's memory and time on the config's plan.device."""
 
 import contextlib
 import logging
@@ -34,17 +34,15 @@ from titanlite.tools.plan.schedule import all_actions
 from titanlite.tools.plan.segments import layers_of
 from titanlite.tools.plan.step import StageCost, StepTime, memory_points, step_time
 
-# Bytes of CUDA context, kernels and cuBLAS workspaces (nvidia-smi shows them before a process's first tensor), and of a
-# process group's NCCL buffers.
+# Bytes of CUDA context, kernels and cuBLAS workspaces, as nvidia-smi shows before any tensor, and of NCCL per group.
 CONTEXT_BYTES, GROUP_BYTES = int(0.6 * 2**30), int(0.25 * 2**30)
-FRAGMENTATION = 0.03
-"""Share of the peak that the caching allocator cannot use, with expandable segments."""
+FRAGMENTATION = 0.03  # share of peak memory that CUDA's caching allocator loses, with expandable segments
 
 
 def resolve(loaded: LoadedConfig[Config], world_size: int | None = None) -> tuple[Config, Device, int]:
-    """Return the config as train.py resolves it on the hardware that it names, the device and the number of ranks:
-    `world_size`; None: as many as the degrees ask for or, if one of them is -1, those of a node. Raises ConfigError
-    with the problems that train.py reports, or if the plan has no rates of 8-bit products."""
+    """Return the config as train.py resolves it on its plan.device, the device, and the number of ranks: `world_size`
+    or, if None, as many as the degrees ask for (those of a node if a degree is -1). Raises ConfigError with the
+    problems that train.py reports, and for products or async TP that the plan cannot model on the device."""
     device = find_device(loaded.config.plan.device)
     per_node = devices_per_node(loaded.config, device)
     n_devices = 0 if device.kind == "cpu" else per_node
@@ -55,14 +53,14 @@ def resolve(loaded: LoadedConfig[Config], world_size: int | None = None) -> tupl
         note = "" if world_size else assumption(loaded.config, world)
         raise ConfigError([f"{problem}; {note}" if note else problem for problem in error.problems]) from None
     _check_device(config, device, min(world, per_node))
-    if config.fault_tolerance.enable:  # the plan is of one replica group
+    if config.fault_tolerance.enable:  # the plan covers a single replica group
         size = config.training.global_batch_size // config.fault_tolerance.n_groups
         config = config.replace(training__global_batch_size=size, fault_tolerance__group_size=1)
     return config, device, world
 
 
 def assumption(config: Config, world: int) -> str:
-    """Return a line on how many devices a plan assumes, and how to change it; "" if the config's degrees say it."""
+    """Return a line that says how many devices a plan assumes, and the option that sets it; "" if degrees do."""
     if config.parallelism.data_parallel_shard_degree != -1:
         return ""
     return f"planned for {quantity(world, 'device')}; set parallelism.data_parallel_shard_degree for another number"
@@ -75,13 +73,8 @@ def make_plan(
     cache: dict[str, list[DryRun]] | None = None,
     **options: bool,
 ) -> Plan:
-    """Plan a run. Raises ConfigError as `resolve` does.
-
-    Args:
-        world_size: see `resolve`.
-        cache: dry runs of other plans; configs that differ in the device alone share them.
-        options: fold and show_progress of `_dry_run_stages`.
-    """
+    """Plan a run; see `resolve` for `world_size`. `cache`: dry runs of earlier plans; a plan that differs only in the
+    device reuses them. `options`: those of `_dry_run_stages`. Raises ConfigError as `resolve` does."""
     config, device, world = resolve(loaded, world_size)
     parallelism, degree = config.parallelism, config.parallelism.pipeline_parallel_degree
     names = stage_modules(config) if degree > 1 else [module_names(config.model.n_layers)]
@@ -106,7 +99,7 @@ def make_plan(
     degrees = [degree, parallelism.data_parallel_replicate_degree, parallelism.tensor_parallel_degree]
     shards = parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree
     degrees += [parallelism.ring_degree, parallelism.context_parallel_ulysses_degree, shards]
-    if (expert := parallelism.expert_parallel_degree) > 1:  # these have groups of their own; see mesh.py
+    if (expert := parallelism.expert_parallel_degree) > 1:  # expert-parallel axes have their own groups (mesh.py)
         degrees += [expert, shards * parallelism.tensor_parallel_degree // expert]
     sizes, overhead = build.parameter_sizes(config), overhead_bytes(device, degrees)
     of_tp = [size // count for (_, name), (count, size) in step.cost.communication.items() if "overlapped" in name]
@@ -147,9 +140,9 @@ def _check_device(config: Config, device: Device, per_node: int) -> None:
 
 
 def takes_cudnn(config: Config, device: Device) -> bool:
-    """Return whether attention is cuDNN's. If the config leaves the backend to torch, scaled_dot_product_attention of
-    torch 2.11 and later takes cuDNN on compute capability 9.x and 10.x, in 16 bits, unless it must be deterministic
-    (sdp_utils.cpp: check_prefer_cudnn_attention, can_use_cudnn_attention). The widths of heads are 2.11's to 2.13's."""
+    """Return whether cuDNN computes attention. With the backend "auto", torch 2.11 and later choose cuDNN on compute
+    capability 9.x and 10.x, in 16 bits, unless the config asks for determinism (sdp_utils.cpp:
+    check_prefer_cudnn_attention, can_use_cudnn_attention). The largest head_dim is that of torch 2.11 to 2.13."""
     backend, head_dim = config.training.attention_backend, config.model.head_dim
     widest = {"hopper": 256, "blackwell": 128}.get(device.architecture, 0) if device.kind == "gpu" else 0
     fits = config.training.mixed_precision_param in ("bfloat16", "float16") and head_dim <= widest and not head_dim % 8
@@ -157,12 +150,10 @@ def takes_cudnn(config: Config, device: Device) -> bool:
 
 
 def config_for_dry_run(config: Config) -> Config:
-    """Return a config that fake tensors can run, with the same allocations and the same work.
-
-    A compiled block runs as Python; fusion.py models afterwards what the compiler does with it. Fake tensors are on the
-    CPU, so the attention backend is set to one that CUDA has; cuDNN saves the same tensors as flash, see takes_cudnn.
-    Offloaded weights stay on the device, since they are gathered there.
-    """
+    """Return a config that fake tensors can run, with the allocations and the work of the original. Blocks run
+    uncompiled, and fusion.py models the compiler's effect afterwards. Fake tensors are on the CPU, so the attention
+    backend is set to one of CUDA's; cuDNN saves the same tensors as flash (see takes_cudnn). CPU offload is off, since
+    FSDP gathers offloaded weights on the device."""
     backend = config.training.attention_backend
     if backend == "auto" and find_device(config.plan.device).kind == "gpu":
         backend = ATTENTION_BACKENDS_ON_CUDA[config.training.mixed_precision_param][0]
@@ -177,9 +168,8 @@ def config_for_dry_run(config: Config) -> Config:
 def _dry_run_stages(
     config: Config, stages: list[list[str]], ranks: list[int], *, fold: bool = True, show_progress: bool = False
 ) -> list[DryRun]:
-    """Return the dry run of each stage; stages that are alike share one. Each dry run has its own process, because
-    torch keeps the process groups of a world until the process ends. fold=False also runs repeated layers, to test that
-    folding makes no difference. show_progress prints to standard error."""
+    """Return each stage's dry run; stages of one kind share a dry run. A dry run has a process of its own, because
+    torch keeps a world's process groups until the process ends. fold=False runs all layers, to test folding."""
     fused = config.compile.components if config.compile.enable else ()
     config = config_for_dry_run(config)
     kinds, futures = [kind_of_stage(config, names) for names in stages], dict[tuple, Future[DryRun]]()
@@ -198,8 +188,8 @@ def _dry_run_stages(
 
 
 def kind_of_stage(config: Config, names: list[str]) -> tuple:
-    """Return a key that stages share if their dry runs are the same: the modules besides layers, which layers have
-    experts, their windows, and their places in the pattern of activation checkpointing. Own blocks may all differ."""
+    """Return a key that is equal for stages with equal dry runs: modules other than layers, each layer's experts and
+    window, the first layer's place in the pattern of activation checkpointing. Stages of an own block share no key."""
     layers = layers_of(names)
     if config.own.block:
         return tuple(names)
@@ -210,17 +200,17 @@ def kind_of_stage(config: Config, names: list[str]) -> tuple:
 
 @contextlib.contextmanager
 def process_pool(n: int, *, preload: str, single_use: bool = False) -> Iterator[ProcessPoolExecutor]:
-    """Yield a pool of at most n processes, and at most one per core, that start with the module `preload` imported. In
-    a single-use pool each process takes one of n tasks, all submitted at once. An error, or Ctrl-C, kills them."""
+    """Yield a pool of at most n processes, and at most one per core, that start with the module `preload` imported.
+    Each process of a single-use pool runs one of n tasks. An error or Ctrl-C in the caller kills the processes."""
     workers, options = min(n, os.cpu_count() or 1), {}
     if single_use and sys.version_info >= (3, 11):
         options = {"max_tasks_per_child": 1}
-    elif single_use:  # Python 3.10 cannot limit the tasks of a process: there are as many processes as tasks
+    elif single_use:  # Python 3.10 cannot limit the tasks of a process, so start one process per task
         workers = n
     with ProcessPoolExecutor(workers, forkserver(preload), initializer=start_worker, **options) as pool:
         try:
             yield pool
-        except BaseException:  # the pool would wait until its tasks are done
+        except BaseException:  # the pool's exit would wait for running tasks, so kill them
             pool.shutdown(wait=False, cancel_futures=True)
             for process in multiprocessing.active_children():
                 process.kill()
@@ -228,15 +218,15 @@ def process_pool(n: int, *, preload: str, single_use: bool = False) -> Iterator[
 
 
 def start_worker() -> None:
-    """Prepare a process of a pool: it ends with the main process, and hides warnings that concern real runs only."""
+    """Prepare a process of a pool: it ends with the main process, and hides warnings about real runs."""
     end_after(multiprocessing.parent_process().join, "main process")
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
 
 
 def overhead_bytes(device: Device, degrees: Iterable[int]) -> dict[str, int]:
-    """Return the bytes of non-tensor overhead except fragmentation, which depends on the peak. Each axis with a degree
-    above 1 has a process group, and all ranks together have one."""
+    """Return the bytes of non-tensor overhead except fragmentation, which depends on the peak. All ranks together form
+    one process group, and each axis with a degree above 1 adds one."""
     if device.kind == "cpu":
         return {}
     groups = 1 + sum(degree > 1 for degree in degrees)

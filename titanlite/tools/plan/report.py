@@ -39,7 +39,7 @@ def verdict(plan: Plan) -> tuple[bool, str]:
 
 
 def report(plan: Plan, file: str) -> Group:
-    """Return the full report."""
+    """Return the full report of a plan, as text and tables."""
     fits, line = verdict(plan)
     offloaded = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in plan.worst.offloaded.items())
     parts = [
@@ -90,7 +90,7 @@ def empty_table(title: str, *columns: str, right: tuple[str, ...]) -> Table:
 
 
 def memory_table(plan: Plan) -> Table:
-    """Return the memory by rank and kind, at each rank's peak."""
+    """Return a table of memory by rank and kind, at each rank's peak."""
     shown = [kind for kind in KINDS if any(rank.peak.bytes[kind] for rank in plan.ranks)]
     table = empty_table("peak memory of a step, GiB", "rank", right=(*shown, "tensors", "overhead", "total"))
     for rank in plan.ranks:
@@ -130,7 +130,6 @@ def experts_line(plan: Plan) -> str:
 
 
 def _where(plan: Plan, axis: str) -> str:
-    """Return where the ranks of an axis communicate."""
     if axis == "host":
         return "to host memory"
     _, n_nodes = plan.axis_size(axis)
@@ -138,7 +137,7 @@ def _where(plan: Plan, axis: str) -> str:
 
 
 def communication_table(plan: Plan) -> Table:
-    """Return the communication of the busiest rank by mesh axis."""
+    """Return a table of the busiest rank's communication by mesh axis."""
     columns = ("axis", "collective", "ranks", "interconnect")
     table = empty_table("communication per rank and step", *columns, right=("count", "GiB", "GiB each"))
     for (axis, name), (count, size) in sorted(plan.cost.communication.items(), key=lambda item: -item[1][1]):
@@ -148,7 +147,7 @@ def communication_table(plan: Plan) -> Table:
 
 
 def time_table(plan: Plan) -> Table:
-    """Return the table of a step's time by what it is spent on."""
+    """Return a table of the seconds of a step by what they are spent on."""
     table = empty_table("time of a step", "", right=("seconds", "of the step"))
     for name, seconds in time_shares(plan).items():
         table.add_row(name, f"{seconds:.3f}", f"{seconds / plan.step_seconds:.1%}")
@@ -180,7 +179,7 @@ def operations_line(plan: Plan) -> str:
 
 
 def connections_line(plan: Plan) -> str:
-    """Return a line with the process groups of a rank, and its connections besides NCCL's."""
+    """Return a line with the process groups of a rank, and the connections that gloo opens."""
     counts = collections.Counter(name for name, _ in process_groups(plan))
     names = ", ".join(name if count == 1 else f"{count} x {name}" for name, count in counts.items())
     first, others = gloo_connections(plan)
@@ -208,7 +207,7 @@ GROUP_NAMES = {
     "offload": "CPU offload",
     "program": "what no rate says",
 }
-"""Groups of times in words; the names of other groups are words already."""
+"""Names of groups of times in messages; a group that is not listed keeps its name."""
 
 
 def range_line(plan: Plan) -> str:
@@ -240,7 +239,7 @@ def budget_line(plan: Plan) -> str:
 
 
 def checkpoint_line(plan: Plan) -> str:
-    """Return a line with the size of a checkpoint and how long a save stops training. The range is the storage's."""
+    """Return a line with the size of a checkpoint and how long a save stops training, for a range of storage rates."""
     config, per_node = plan.config, devices_per_node(plan.config, plan.device)
     size, copy, (seconds, least, most), pinned = saving(config, plan.device, plan.world_size, per_node)
     between = config.checkpoint.interval * plan.step_seconds
@@ -256,5 +255,5 @@ def checkpoint_line(plan: Plan) -> str:
 
 
 def print_report(plan: Plan, file: str, *tables: Table) -> None:
-    """Print the report and more tables, at least 126 columns wide: wrapped lines are better than cells that are cut."""
+    """Print the report and more tables, at least 126 columns wide, so that cells are not truncated."""
     Console(highlight=False, width=max(Console().width, WIDTH)).print(Group(report(plan, file), *tables))

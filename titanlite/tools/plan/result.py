@@ -31,24 +31,19 @@ def spread_of_difference(one: Spread, other: Spread) -> tuple[float, str]:
 
 @dataclasses.dataclass(frozen=True)
 class RankPlan:
-    """A pipeline rank's memory. Ranks that differ only in their place on other axes need the same memory."""
+    """A pipeline rank's memory. Ranks with the same pipeline rank need the same memory."""
 
     rank: int
-    points: list[Point]
-    """The bytes on the device at each moment of a step."""
-    offloaded: Bytes
-    """Bytes by kind that CPU offload keeps in host memory."""
-    overhead: dict[str, int]
-    """Bytes besides tensors, by what they are for: CUDA context, NCCL buffers, fragmentation."""
+    points: list[Point]  # bytes on the device at each moment of a step
+    offloaded: Bytes  # bytes by kind that CPU offload keeps in host memory
+    overhead: dict[str, int]  # bytes besides tensors, by purpose: CUDA context, NCCL buffers, fragmentation
 
     @functools.cached_property
     def peak(self) -> Point:
-        """The moment with the most bytes of tensors."""
         return max(self.points, key=lambda point: point.total)
 
     @property
     def total(self) -> int:
-        """Bytes at the peak, with the non-tensor overhead."""
         return self.peak.total + sum(self.overhead.values())
 
 
@@ -56,46 +51,34 @@ class RankPlan:
 class Plan:
     """The plan of a config."""
 
-    config: Config
-    """Resolved for `world_size` ranks of `device`."""
+    config: Config  # resolved for `world_size` ranks of `device`
     device: Device
     world_size: int
     ranks: list[RankPlan]
-    spans: list[list[Span]]
-    """Start and end of each pipeline rank's actions, in seconds from the beginning of a gradient accumulation step;
-    empty without a pipeline."""
-    cost: Cost
-    """The cost of the busiest rank's step; `elapsed` does not include waiting for other ranks."""
-    step_seconds: float
-    """Expected seconds of the full step."""
-    spread: Spread
-    """How each group of times contributes to the range of the step."""
-    update_seconds: float
-    """Seconds of the step after the last backward: gradient norm, clipping, optimizer."""
-    flops_per_token: int
-    """FLOPs as MFU counts them."""
+    spans: list[list[Span]]  # each pipeline rank's actions in an accumulation step; empty without a pipeline
+    cost: Cost  # cost of the busiest rank's step; `elapsed` does not include waiting for other ranks
+    step_seconds: float  # expected seconds of the full step
+    spread: Spread  # contribution of each group of times to the range of the step
+    update_seconds: float  # seconds of the step after the last backward: gradient norm, clipping, optimizer
+    flops_per_token: int  # FLOPs to train on one token, as MFU counts them
     n_parameters: int
-    axes: dict[str, list[int]]
-    """The ranks of the first rank's process group along each axis."""
+    axes: dict[str, list[int]]  # ranks of the first rank's process group along each axis
 
     def axis_size(self, axis: str) -> tuple[int, int]:
-        """Return how many ranks an axis has, and on how many nodes they are."""
+        """Return the number of ranks of an axis, and the number of nodes that these ranks span."""
         ranks = self.axes.get(axis, [0])
         return len(ranks), len({rank // devices_per_node(self.config, self.device) for rank in ranks})
 
     @functools.cached_property
     def worst(self) -> RankPlan:
-        """The rank that needs the most memory."""
         return max(self.ranks, key=lambda rank: rank.total)
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of an optimizer step over all ranks."""
         return self.config.tokens_per_step
 
     @property
     def step_range(self) -> tuple[float, float]:
-        """The shortest and the longest step to expect, in seconds."""
         return range_of(self.step_seconds, self.spread)
 
     @property
@@ -115,5 +98,5 @@ class Plan:
 
 
 def devices_per_node(config: Config, device: Device) -> int:
-    """Return plan.devices_per_node, or the device's own where that is -1."""
+    """Return plan.devices_per_node or, if it is -1, the number in the device's data."""
     return device.devices_per_node if config.plan.devices_per_node == -1 else config.plan.devices_per_node

@@ -16,28 +16,24 @@ from titanlite.tools.plan.efficiency import ANY
 class Saving(NamedTuple):
     """The size of a checkpoint and the times of a save."""
 
-    size: int
-    """Bytes of the weights and the optimizer states."""
-    copy_seconds: float
-    """Seconds until each rank's shards are in host memory."""
-    write_seconds: tuple[float, ...]
-    """Seconds until each node has written its shards: expected, least and most."""
-    pinned: float
-    """Bytes of a node's memory that the first asynchronous save pins, in blocks of 2^n bytes, one per tensor."""
+    size: int  # bytes of the weights, the optimizer states and, with ema, the averaged weights
+    copy_seconds: float  # seconds until each rank's shards are in host memory
+    write_seconds: tuple[float, ...]  # seconds until each node has written its shards: expected, least and most
+    pinned: float  # bytes of a node's memory that the first asynchronous save pins, in a block of 2^n bytes per tensor
 
 
 def saving(config: Config, device: Device, world_size: int, devices_per_node: int) -> Saving:
-    """Return the size of a run's checkpoint and the times of its save. Ranks with the same shards divide them among
-    each other, so all ranks save equally much. Quantized optimizer states are saved in float32."""
+    """Return the size of a run's checkpoint and the times of its save. Ranks with equal shards divide the saving, so
+    every rank saves the same number of bytes. Quantized optimizer states are saved in float32."""
     dtype, state = config.training.dtype, config.optimizer.state_dtype
     state = dtype if state == "auto" else "float32" if state in QUANTIZED_STATES else state
     model, parallelism = build.meta_model(config), config.parallelism
-    if config.lora.rank:  # a checkpoint has adapters alone
+    if config.lora.rank:  # LoRA's checkpoints contain adapters alone
         Adapters(model, config.lora, lambda: model).shard_weights(None, None)
     sizes = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
     n_parameters, n_states = sum(sizes), 2 * sum(sizes)
     if config.optimizer.name == "Muon":
-        from titanlite.tools.plan.muon_step import shapes_of_matrices  # imported here, since most plans do without
+        from titanlite.tools.plan.muon_step import shapes_of_matrices  # late import: most plans do without Muon
 
         n_states -= sum(math.prod(shape) for shape in shapes_of_matrices(config, None))
     size = n_parameters * getattr(torch, dtype).itemsize + n_states * getattr(torch, state).itemsize
@@ -48,5 +44,5 @@ def saving(config: Config, device: Device, world_size: int, devices_per_node: in
     rates = ANY.storage.expected, ANY.storage.high, ANY.storage.low
     write = tuple(size / nodes / (device.storage_bandwidth or rate) for rate in rates)
     shards = world_size / parallelism.pipeline_parallel_degree / parallelism.data_parallel_replicate_degree
-    blocks = sum(2 ** math.ceil(math.log2(n / shards)) for n in sizes) * shards / n_parameters  # per saved element
+    blocks = sum(2 ** math.ceil(math.log2(n / shards)) for n in sizes) * shards / n_parameters  # pinned / saved bytes
     return Saving(size, 0.0 if on_host else size / world_size / link, write, 0.0 if on_host else size / nodes * blocks)

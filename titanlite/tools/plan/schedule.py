@@ -1,9 +1,6 @@
 """Simulate a pipeline schedule. Each rank takes its actions in torch's order, and each action starts as soon as its
-rank is free and its input has arrived.
-
-torch keeps no list of the actions of GPipe and 1F1B, so their order is written here as torch 2.13 runs them. All other
-schedules follow torch's private `pipeline_order`, which is read here.
-"""
+rank is free and its input has arrived. torch keeps no list of the actions of GPipe and 1F1B, so own_actions lists them
+as torch 2.13 runs them. The actions of other schedules are read from torch's private `pipeline_order`."""
 
 from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple
@@ -26,14 +23,13 @@ class Action(NamedTuple):
     microbatch: int
 
 
-Group = list[Action]
-"""Actions whose results are sent when the last of them is done."""
+Group = list[Action]  # actions of a rank whose results are sent together, when the last action is done
 
 
 def own_actions(
     schedule: Schedule, rank: int, n_ranks: int, n_microbatches: int, order: Mapping[int, list[Any]]
 ) -> list[Group]:
-    """Return a rank's actions in order, from the schedule's pipeline_order."""
+    """Return a rank's actions in order. `order` is torch's pipeline_order, which GPipe and 1F1B lack."""
     if schedule in ONE_STAGE:
         ahead = n_microbatches if schedule == "GPipe" else min(n_ranks - rank, n_microbatches)
         forwards = [Action(Pass.FORWARD, rank, i) for i in range(n_microbatches)]
@@ -49,7 +45,7 @@ def own_actions(
 
 
 def all_actions(schedule: Schedule, n_ranks: int, n_stages: int, n_microbatches: int) -> list[list[Group]]:
-    """Return the actions of every rank, without starting them: torch computes the order of all ranks on each rank."""
+    """Return every rank's actions without starting the ranks: torch computes the order of all ranks on each rank."""
     order: Mapping[int, list[Any]] = {}
     if schedule not in ONE_STAGE:
         ranks = rank_of_stage(schedule, n_ranks, n_stages)
@@ -74,12 +70,11 @@ class Span(NamedTuple):
     end: float
 
 
-Result = tuple[bool, int, int]
-"""The result of an action, which it sends on: (whether the action is a forward, stage, microbatch)."""
+Result = tuple[bool, int, int]  # identifies an action's result: (whether it is a forward's, stage, microbatch)
 
 
 def _input_of(action: Action, n_stages: int) -> Result | None:
-    """Return the result of another stage that an action needs, if it needs one."""
+    """Return the result of another stage that an action needs, or None."""
     if action.kind == Pass.FORWARD and action.stage > 0:
         return True, action.stage - 1, action.microbatch
     if action.kind in (Pass.BACKWARD, Pass.INPUT_GRADIENT) and action.stage < n_stages - 1:
@@ -101,11 +96,9 @@ def simulate(
     *,
     sends_block: bool = False,
 ) -> list[list[Span]]:
-    """Return when each rank runs each of its actions, from the seconds of an action and of a message between ranks.
-
-    `sends_block`: a rank waits for each message that it has sent, as under torch's 1F1B, in which a send shares a batch
-    with the next receive. Raises ValueError if the ranks deadlock."""
-    ready: dict[Result, tuple[float, int]] = {}  # the time at which a result is ready, and its rank
+    """Return when each rank runs each of its actions. `sends_block`: a rank waits until each message that it sent has
+    arrived, as in torch's 1F1B, where a send shares a batch with the next receive. Raises ValueError on a deadlock."""
+    ready: dict[Result, tuple[float, int]] = {}  # the time at which a result is ready, and the rank that has it
     free, next_group = [0.0] * len(actions), [0] * len(actions)
     spans: list[list[Span]] = [[] for _ in actions]
 
@@ -132,7 +125,7 @@ def simulate(
 
 
 def pipeline_bubble(spans: list[list[Span]]) -> float:
-    """Return the share of the ranks' time in which they are idle. All times end with the last rank's last action."""
+    """Return the share of time, from 0 to 1, in which ranks are idle until the last rank's last action ends."""
     end = max(span.end for rank in spans for span in rank)
     busy = sum(span.end - span.start for rank in spans for span in rank)
     return 1 - busy / (end * len(spans))

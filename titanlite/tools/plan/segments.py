@@ -1,11 +1,10 @@
-"""Segments of a training step's op trace: the kind of each allocation, the phases of the step, and the folding of
-repeated layers.
+"""Segments of a training step's op trace: the kind of each allocation, the phases of the step, and folded layers.
 
-Marks split the trace into segments. (Pass, m) begins a pass of microbatch m. Within it, ("layer F", n) and
-("layer B", n) begin block n; ("layer experts F", n) and ("layer experts B", n) begin the part of a block with experts
-that torch.compile leaves alone; ("layer head", -1) and ("layer head B", -1) begin the operators behind the last block.
-Without a pipeline, both of the latter belong to the forward. ("reduce",) begins the reduction of a pipeline's
-gradients, and ("update",) gradient norm, clipping and optimizer.
+Marks split the trace into segments. (Pass, m) begins a pass of microbatch m. Within a pass, ("layer F", n) and
+("layer B", n) begin block n; ("layer experts F", n) and ("layer experts B", n) begin the part of a block with experts,
+which torch.compile leaves alone; ("layer head", -1) and ("layer head B", -1) begin the operators after the last block,
+which count as forward without a pipeline. ("reduce",) begins the reduction of a pipeline's gradients, and ("update",)
+begins gradient norm, clipping and optimizer step.
 """
 
 import enum
@@ -17,7 +16,7 @@ from titanlite.tools.plan.op_trace import Allocation, Memory, Segment
 
 FORWARD_MARKS, BACKWARD_MARKS = ("layer F", "layer experts F"), ("layer B", "layer experts B")
 KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "logits", "communication", "temporary")
-"""Kinds of memory; see memory_timeline.py."""
+"""Kinds of memory, which memory_timeline.py describes."""
 
 
 class Pass(str, enum.Enum):
@@ -25,44 +24,30 @@ class Pass(str, enum.Enum):
 
     FORWARD = "F"
     BACKWARD = "B"
-    INPUT_GRADIENT = "I"
-    """The first half of a split backward (dgrad)."""
-    WEIGHT_GRADIENT = "W"
-    """The second half (wgrad)."""
+    INPUT_GRADIENT = "I"  # the first half of a split backward (dgrad)
+    WEIGHT_GRADIENT = "W"  # the second half of a split backward (wgrad)
 
 
-Phases = dict[tuple[Any, ...], list[Segment]]
-"""Segments of each phase, with all layers, by the mark that begins it."""
+Phases = dict[tuple[Any, ...], list[Segment]]  # segments of each phase over all layers, by the phase's first mark
 
 
 def layers_of(names: Sequence[str]) -> list[str]:
-    """Return those names that are names of layers."""
     return [name for name in names if name.startswith("layers.")]
 
 
 class FoldedStage(NamedTuple):
-    """A stage from which repeated layers were removed.
+    """A stage from which repeated layers were removed."""
 
-    Attributes:
-        names: names of the remaining modules.
-        repeated: numbers of the layers whose copies stand for the folded ones.
-        copies: how many copies of them there are.
-        numbers: numbers of all the stage's layers.
-    """
-
-    names: list[str]
-    repeated: list[int]
-    copies: int
-    numbers: list[int]
+    names: list[str]  # names of the remaining modules
+    repeated: list[int]  # numbers of the layers that are copied in place of the removed layers
+    copies: int  # number of copies of the repeated layers
+    numbers: list[int]  # numbers of all layers of the full stage
 
 
 def fold_layers(names: Sequence[str], period: int, n_first: int = 0) -> FoldedStage:
     """Fold the repeated layers of a stage whose pattern repeats after `period` layers. All layers except the first two
-    and the last two do the same for their neighbours (FSDP all-gathers the next layer's weights and frees those of the
-    previous one).
-
-    The first `n_first` layers of the model are of another kind. The kind with more layers is folded.
-    """
+    and the last two do the same for their neighbours: FSDP all-gathers the next layer's weights and frees those of the
+    previous layer. The first `n_first` layers of the model are of another kind; the kind with more layers is folded."""
     layers = layers_of(names)
     numbers = [int(name.split(".")[1]) for name in layers]
     first = sum(number < n_first for number in numbers)
@@ -76,12 +61,12 @@ def fold_layers(names: Sequence[str], period: int, n_first: int = 0) -> FoldedSt
 
 
 def name_kinds(segments: Sequence[Segment], *, logits: Collection[int]) -> None:
-    """Set the kind of each allocation that has none yet, by its maker and its phases. `logits`: possible sizes of the
-    last dimension of logits."""
+    """Set the kind of each allocation without a kind, from its maker and the phases in which it is allocated and freed.
+    `logits`: possible sizes of the last dimension of logits."""
     phase, microbatch, born, freed = "", "", {}, {}
     for segment in segments:
         name, *number = segment.mark
-        if isinstance(name, Pass):  # a split backward is one phase
+        if isinstance(name, Pass):  # both halves of a split backward are one phase
             phase, microbatch = ("F" if name == Pass.FORWARD else "B") + str(number[0]), str(number[0])
         elif name in BACKWARD_MARKS:
             phase = "B" + microbatch
@@ -107,14 +92,14 @@ def _kind(allocation: Allocation, begin: str, end: str, logits: Collection[int])
         return "communication"
     in_forward, in_backward, microbatch = begin.startswith("F"), begin.startswith("B"), begin[1:]
     if (in_forward or in_backward) and end not in (f"F{microbatch}", f"B{microbatch}"):
-        return "gradients"  # the next microbatch's gradients are added to it
+        return "gradients"  # the next microbatch's gradients are added to this allocation
     if in_forward and shape and shape[-1] in logits:
         return "logits"
     return "activations" if in_forward and end != begin else "temporary"
 
 
 def phases_of(segments: Sequence[Segment], folded: FoldedStage) -> Phases:
-    """Group the segments by phase, with all layers."""
+    """Group the segments by phase, and insert the folded layers."""
     phases: Phases = {}
     current: list[Segment] = []
     microbatch, kind = 0, ""
@@ -131,7 +116,7 @@ def phases_of(segments: Sequence[Segment], folded: FoldedStage) -> Phases:
 
 
 def _unfold(phase: list[Segment], folded: FoldedStage) -> list[Segment]:
-    """Insert the copies of the repeated layers behind them, and number all layers as in the full stage."""
+    """Insert the copies of the repeated layers after the originals, and number all layers as in the full stage."""
     layers: list[list[Segment]] = []
     repeated: list[list[Segment]] = []
     for number, group in groupby(phase, lambda segment: segment.mark[1] if is_layer(segment) else -1):
@@ -152,5 +137,4 @@ def _unfold(phase: list[Segment], folded: FoldedStage) -> list[Segment]:
 
 
 def is_layer(segment: Segment) -> bool:
-    """Return whether a segment is of a block."""
     return segment.mark[0] in (*FORWARD_MARKS, *BACKWARD_MARKS)

@@ -28,11 +28,10 @@ class StageCost:
         self.offloads_optimizer = config.optimizer.enable_cpu_offload and cost_model.device.kind == "gpu"
         # Schedules with several stages per rank all-gather a stage's weights ahead of its first forward.
         self.exposed_gather = config.parallelism.pipeline_parallel_schedule in ONE_STAGE
-        self.of_phase = functools.cache(functools.partial(self.after, None))
-        """Return the cost of a phase on a device that is idle before it."""
+        self.of_phase = functools.cache(functools.partial(self.after, None))  # a phase's cost on an idle device
 
     def after(self, streams: Streams | None, key: tuple) -> Cost:
-        """Return the cost of a phase. `streams` has what is in flight before it; None: the device is idle."""
+        """Return the cost of a phase. `streams`: communication in flight before the phase; None: the device is idle."""
         kind, accumulates = key[0], key[0] == Pass.BACKWARD and key[1] > 0
         events = (segment.events for segment in self.dry_run.phases.get(key, []))
         return self.cost_model.cost(events, streams, forward=kind == Pass.FORWARD, accumulates=accumulates)
@@ -51,8 +50,8 @@ class StageCost:
         return cost
 
     def of_update(self, *, communicates: bool = True) -> Cost:
-        """Return the cost of the update of all the stage's weights. A rank has the same collectives, however many
-        weights or stages it has; `communicates` says whether to count them."""
+        """Return the cost of updating all the stage's weights. The collectives of an update do not grow with a rank's
+        weights or stages; `communicates`: whether to count collectives for this stage."""
         events = [event for segment in self.dry_run.phases[("update",)] for event in segment.events]
         cost, model = Cost(), self.cost_model
         computation = [event for event in events if not isinstance(event, Communication)]
@@ -73,7 +72,7 @@ class StageCost:
 
 
 class StepTime(NamedTuple):
-    """Time of a step; see Plan."""
+    """The time of a step; Plan describes the fields."""
 
     spans: list[list[Span]]
     cost: Cost
@@ -82,7 +81,7 @@ class StepTime(NamedTuple):
 
 
 def step_time(config: Config, stages: list[StageCost], ranks: list[int], actions: list[list[Group]]) -> StepTime:
-    """Return a step's time from the stages in order, the rank of each and, in a pipeline, each rank's actions."""
+    """Return a step's time from its stages in order, each stage's rank and, with a pipeline, each rank's actions."""
     if actions:
         return _time_with_pipeline(config, stages, ranks, actions)
     (stage,) = stages
@@ -101,8 +100,8 @@ def step_time(config: Config, stages: list[StageCost], ranks: list[int], actions
 def memory_points(
     config: Config, dry_runs: list[DryRun], ranks: list[int], actions: list[list[Group]]
 ) -> list[list[Point]]:
-    """Return each pipeline rank's memory at each moment of a step, from the dry runs of the model's stages in order,
-    the rank of each stage, and the actions of each rank (none without a pipeline)."""
+    """Return each pipeline rank's memory at each moment of a step. `ranks`: the rank of each stage. `actions`: each
+    rank's actions, empty without a pipeline."""
     if not actions:
         (run,) = dry_runs
         timeline = MemoryTimeline(config, run.persistent)
@@ -144,7 +143,7 @@ def _time_with_pipeline(
             n_messages += n_steps * sends
         reduce, update = Cost(), Cost()
         for number, stage in enumerate(own.values()):
-            reduce.add(stage.of_phase(("reduce",)), stage.dry_run.scale)  # scaled to all of the stage's gradients
+            reduce.add(stage.of_phase(("reduce",)), stage.dry_run.scale)  # `scale` accounts for the folded layers
             update.add(stage.of_update(communicates=number == 0))
         cost.add(reduce, n_steps)
         cost.add(update)
@@ -159,7 +158,7 @@ def _time_with_pipeline(
 
 
 def _update_phases(run: DryRun) -> list[tuple]:
-    """Return the phases of an update. The last one frees the gradients."""
+    """Return the phases of an update. The last phase frees the gradients."""
     return [*(key for key in run.phases if key[0] == "muon"), ("update",)]
 
 
@@ -168,7 +167,7 @@ def _message_bytes(config: Config) -> int:
 
 
 class _PipelineRank:
-    """Replays the phases of a pipeline rank's stages, by their number, in the order of its actions."""
+    """Replays the phases of a pipeline rank's stages (by number) in the order of the rank's actions."""
 
     def __init__(self, config: Config, stages: dict[int, DryRun]):
         self.config, self.stages, self.message = config, stages, _message_bytes(config)
@@ -177,14 +176,14 @@ class _PipelineRank:
         for number, stage in stages.items():
             for kind, size in stage.persistent.items():
                 self.persistent[kind] = self.persistent.get(kind, 0) + size
-            # torch receives each microbatch into a buffer of its own and keeps it.
+            # torch allocates a receive buffer for each microbatch, and keeps all of them.
             buffers = (number > 0) + (number < self.last_stage)
             self.persistent["communication"] += buffers * config.n_microbatches * self.message
         self.persistent["parameters"] -= (len(stages) - 1) * next(iter(stages.values())).rotary
         self.timeline = MemoryTimeline(config, self.persistent)
 
     def points(self, actions: list[Action]) -> list[Point]:
-        """Return the rank's memory over a step. From the second on, all gradient accumulation steps are alike."""
+        """Return the rank's memory over a step. All accumulation steps after the first are alike, so replay one."""
         stages, timeline = self.stages, self.timeline
         gradients = sum(stage.gradients for stage in stages.values())
         for _ in range(min(self.config.gradient_accumulation_steps, 2)):
@@ -203,8 +202,8 @@ class _PipelineRank:
         return timeline.points
 
     def _unsent(self, action: Action) -> int:
-        """Return how many messages an action leaves allocated until torch waits for its sends: at the end of the step
-        or, under 1F1B, at once. They are outputs, which a backward would free, and input gradients."""
+        """Return how many sent messages of an action stay allocated until torch waits for sends: under 1F1B at once,
+        otherwise at the end of the step. Messages are outputs, which a backward would free, and input gradients."""
         schedule = self.config.parallelism.pipeline_parallel_schedule
         if schedule == "1F1B":
             return 0
@@ -218,14 +217,14 @@ class _PipelineRank:
         """Replay an action's memory. The first backward of a stage allocates the gradients of its weights."""
         timeline, phases, kind = self.timeline, self.stages[action.stage].phases, action.kind
         label = f"{kind.name.lower().replace('_', ' ')} of stage {action.stage}"
-        if action.stage == 0:  # a first stage takes its full backward with the weight gradient
+        if action.stage == 0:  # the first stage runs its full backward with the weight gradient
             if kind == Pass.INPUT_GRADIENT:
                 return
             kind = Pass.BACKWARD if kind == Pass.WEIGHT_GRADIENT else kind
         if kind == Pass.INPUT_GRADIENT:
             timeline.replay(phases[Pass.INPUT_GRADIENT, SPLIT], label, without="message")
         elif kind == Pass.WEIGHT_GRADIENT:
-            # A weight gradient frees what forward and input gradient have left. Its own phase lacks the folded layers.
+            # Compute the bytes after a weight gradient from the phases before it: its own phase lacks folded layers.
             before = Pass.FORWARD, Pass.INPUT_GRADIENT
             nets = [timeline.net(phases[key, SPLIT], without="message") for key in before]
             after = {name: timeline.current_bytes[name] - sum(net[name] for net in nets) for name in KINDS}

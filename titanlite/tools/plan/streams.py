@@ -3,42 +3,37 @@ computation and communication on streams of their own.
 
 The streams and their waits are those of FSDP2 as torch 2.11 to 2.15 runs it:
 
-- An all-gather of FSDP runs beside computation, until the weights are copied out of its buffer. It begins when the host
-  has issued it and its stream is free. In the forward it also waits for the copy before the last one, in the backward
-  for the last copy. So at most two buffers exist.
-- A reduce-scatter of FSDP begins after the backward that made its gradients. The next one's copy into its buffer waits
-  for it. The all-reduce over replicas follows it.
-- With CPU offload, a shard of weights is copied to the device before its all-gather, on a stream of its own, and not
-  earlier than the all-gather could begin. A shard of gradients is copied to the host on the stream of its
-  reduce-scatter. From the second gradient accumulation step on, the host waits for that copy and adds it up.
+- Computation overlaps with an all-gather of FSDP, and waits for it before the weights are copied out of its buffer. The
+  all-gather begins when the host has issued it and its stream is free; in a forward also after the second-last copy out
+  of a buffer, in a backward after the last copy, so that at most two buffers exist.
+- A reduce-scatter of FSDP begins after the backward that made its gradients. The next reduce-scatter copies gradients
+  into a buffer only after the previous one has ended. The all-reduce over replicas follows the reduce-scatter.
+- CPU offload copies a shard of weights to the device before its all-gather, on a stream for such copies, and not
+  earlier than the all-gather could begin. CPU offload copies a shard of gradients to the host on the reduce-scatter's
+  stream. From the second gradient accumulation step on, the host waits for the copy and adds it to earlier gradients.
 - A message of ring attention is sent beside one attention, and the next attention waits for it.
-- An all-to-all of expert parallel begins after the computation before it. The first operator that reads its result
-  waits for it.
-- The computation waits at once for every other collective: it is exposed.
+- An all-to-all of expert parallel begins after the computation before it. The first operator that reads the result
+  waits for the all-to-all.
+- Computation waits at once for every other collective, which is exposed.
 
-On a CPU there is one stream: an operator runs on the host, and so does a collective, except a message of a ring.
+A CPU has one stream: operators and collectives run on the host, except messages of ring attention.
 """
 
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
-GATHERED_AXES = ("fsdp", "efsdp")
-"""Axes over which FSDP gathers weights and reduces gradients."""
+GATHERED_AXES = ("fsdp", "efsdp")  # axes over which FSDP gathers weights and reduces gradients
 FSDP_STREAMS = {"all_gather", "reduce_scatter", "replicas"}
 
 
 class Run(NamedTuple):
     """Operators that run one after the other."""
 
-    device: float
-    """Seconds that they take on the device."""
-    host: float
-    """Seconds that the host takes to issue them."""
-    both: float
-    """Seconds from the host's first to the device's last one, on an idle device."""
-    attends: bool = False
-    """Whether they are attention beside messages of a ring."""
+    device: float  # seconds that the operators take on the device
+    host: float  # seconds that the host takes to issue the operators
+    both: float  # seconds from the host's first to the device's last operator, on an idle device
+    attends: bool = False  # whether the operators are attention beside messages of a ring
 
 
 class Collective(NamedTuple):
@@ -47,13 +42,9 @@ class Collective(NamedTuple):
     name: str
     axis: str
     seconds: float
-    copy: float = 0.0
-    """Seconds in which CPU offload copies the shard to the device before an all-gather, or to the host after a
-    reduce-scatter."""
-    addition: float = 0.0
-    """Seconds that the host takes to add the copy to the gradient of earlier gradient accumulation steps."""
-    outputs: tuple[Hashable, ...] = ()
-    """Allocations that it writes, if an Arrival says when the device waits for them."""
+    copy: float = 0.0  # seconds of CPU offload's copy of the shard: before an all-gather, after a reduce-scatter
+    addition: float = 0.0  # seconds that the host takes to add the copied shard to the earlier gradient
+    outputs: tuple[Hashable, ...] = ()  # allocations that the collective writes and an Arrival waits for
 
 
 class Arrival(NamedTuple):
@@ -71,7 +62,7 @@ class CopyIn(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """The host waits for the device, and takes some seconds to continue."""
+    """The host waits for the device, and continues `seconds` after the device is done."""
 
     seconds: float
 
@@ -83,7 +74,7 @@ class Streams:
     """A device's streams and its host. All times are in seconds from the same moment.
 
     Args:
-        synchronous: the device is the CPU.
+        synchronous: whether the device is the CPU.
         slowdown: fraction by which computation is slower while a collective runs beside it.
 
     Attributes:
@@ -100,11 +91,11 @@ class Streams:
         self._gathers: deque[float] = deque()  # end times of all-gathers whose output is not copied out yet
         self._offloaded = 0.0  # time when the stream that copies weights from host memory is free
         self._copies = deque([0.0, 0.0], maxlen=2)  # start times of the last two copies of gathered weights
-        self._arrivals: dict[Hashable, float] = {}  # arrival times of what collectives write
-        self._message: tuple[float, bool] | None = None  # arrival time, and whether attention has begun
+        self._arrivals: dict[Hashable, float] = {}  # arrival time of a collective's output, by allocation
+        self._message: tuple[float, bool] | None = None  # message in flight: arrival time, whether attention has begun
 
     def run(self, items: Iterable[Item], *, forward: bool, accumulates: bool = False) -> None:
-        """Run items after the earlier ones. `forward`: they belong to a forward, not to a backward. `accumulates`:
+        """Run items after all earlier items. `forward`: the items are of a forward, not of a backward. `accumulates`:
         gradients are added to those of earlier gradient accumulation steps."""
         for item in items:
             if isinstance(item, Run):
@@ -181,8 +172,8 @@ class Streams:
             self._free[stream] += item.copy
 
     def _overlap(self, stream: str, seconds: float, before: float) -> None:
-        """Communicate on a stream from `before` on. Computation that was issued earlier runs slower beside it. FSDP's
-        streams share links, so that two collectives at a time take as long as one after the other."""
+        """Communicate on a stream, from `before` at the earliest. Computation already issued runs slower meanwhile.
+        FSDP's streams share links, so that two collectives at a time take as long as one after the other."""
         shared = FSDP_STREAMS if stream in FSDP_STREAMS else {stream}
         begin = max(self.host, before, *(self._free[each] for each in shared))
         self._free[stream] = begin + seconds
