@@ -22,10 +22,12 @@ DATA_SHEET = {
 }
 INTRODUCTION = """# Rates of the plan, and their sources
 
-A plan multiplies a device's data sheet with the share of it that programs reach. No share was chosen by a published
-training run. "expected (least to most)" is the share, or seconds; the basis says what it is for this device: measured
-on it, measured on another device, or an estimate. Where it was measured on another device, both ends of the range are
-10 % farther off, and the range here has that. A device that `titanlite calibrate` has measured takes none of these.
+A plan multiplies a device's data sheet with the share of it that programs reach. No share was
+chosen by a published training run. "expected (least to most)" is the share, or seconds; the basis
+says what it is for this device: measured on it, measured on another device, or an estimate. Where
+it was measured on another device, both ends of the range are 10 % farther off, and the range here
+has that. A device that `titanlite calibrate` has measured takes none of these.
+`python -m docs.build.rates_page` writes this page.
 """
 
 
