@@ -492,6 +492,8 @@ def test_nothing_fits(capsys):
         assert run("--gpus", "1", "--model", "llama3_405b", "--seq-len", "8192") == (1, "")
     printed = capsys.readouterr().out
     assert "nothing fits: the layout that needs least memory needs" in printed
+    assert "16 devices would not do either; optimizer.state_dtype" in printed
+    assert "128 devices would do" in Search(task("llama3_405b", 8192, 512, 8)).remedy()
     assert math.isfinite(Search(task("llama3_405b", 8192, 1, 1)).least_bytes())
 
 

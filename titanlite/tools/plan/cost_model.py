@@ -350,7 +350,7 @@ class CostModel:
         tile = efficiency.attention_tile if self.cudnn else TILE
         waves = heads * queries / tile / 2 / efficiency.multiprocessors
         rate = getattr(self.device, work.dtype) * share * keys / (keys + half)
-        return work.flops / rate * (1 + 1 / waves) / FULL_WAVES
+        return work.flops / rate * (1 + 1 / waves) * FULL_WAVES
 
     def collective_seconds(self, name: str, size: int, ranks: list[int]) -> float:
         """Return the seconds of a collective of `size` bytes over some ranks."""

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from titanlite.tools.plan.cost_model import GROUPS, CostModel
 from titanlite.tools.plan.dry_run import DryRun, checkpointing_period, dry_run
 from titanlite.tools.plan.efficiency import ANY
 from titanlite.tools.plan.memory_timeline import Bytes, Point
-from titanlite.tools.plan.result import Plan, RankPlan, devices_per_node
+from titanlite.tools.plan.result import Plan, RankPlan, Spread, devices_per_node
 from titanlite.tools.plan.schedule import all_actions
 from titanlite.tools.plan.segments import layers_of
 from titanlite.tools.plan.step import StageCost, StepTime, memory_points, step_time
@@ -101,8 +101,6 @@ def make_plan(
     degrees += [parallelism.ring_degree, parallelism.context_parallel_ulysses_degree, shards]
     if (expert := parallelism.expert_parallel_degree) > 1:  # expert-parallel axes have their own groups (mesh.py)
         degrees += [expert, shards * parallelism.tensor_parallel_degree // expert]
-    estimated = device.kind == "gpu" and not device.measured
-    program = ANY.program if estimated else ANY.program._replace(low=1.0, high=1.0)
     sizes, overhead = build.parameter_sizes(config), overhead_bytes(device, degrees)
     of_tp = [size // count for (_, name), (count, size) in step.cost.communication.items() if "overlapped" in name]
     overhead |= {"symmetric memory": 2 * max(of_tp) // parallelism.tensor_parallel_degree} if of_tp else {}
@@ -114,16 +112,20 @@ def make_plan(
         spans=step.spans,
         cost=step.cost,
         step_seconds=step.seconds,
-        spread={
-            group: (time_of(group, faster=True).seconds - step.seconds, time_of(group).seconds - step.seconds)
-            for group in GROUPS
-        }
-        | {"program": (step.seconds * (program.low - 1), step.seconds * (program.high - 1))},
+        spread=_spread(time_of, step.seconds, device),
         update_seconds=step.update_seconds,
         flops_per_token=flops_per_token(sizes, config.model, config.training.seq_len),
         n_parameters=sum(sizes.values()),
         axes=dict(dry_runs[0].axes.values()),
     )
+
+
+def _spread(time_of: Callable[..., StepTime], seconds: float, device: Device) -> Spread:
+    """Return how much shorter or longer each group of times, and the program, may make a step of some seconds."""
+    spread = {name: (time_of(name, faster=True).seconds - seconds, time_of(name).seconds - seconds) for name in GROUPS}
+    if device.kind == "gpu" and not device.measured:
+        spread["program"] = seconds * (ANY.program.low - 1), seconds * (ANY.program.high - 1)
+    return spread
 
 
 def _check_device(config: Config, device: Device, per_node: int) -> None:
