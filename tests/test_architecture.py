@@ -50,8 +50,9 @@ HEART = (
 # asynchronous checkpoints.
 LINES_OF_A_RANK_OF_MANY_TECHNIQUES = 11_650
 LINES_OF_A_DEBUG_RUN, LINES_WITH_A_TOKEN_CACHE = 10_300, 9_950
-LINES_OF_THE_PACKAGE = 30_994
-"""30,122 before LoRA, averages of the weights, epochs, --show, export --verify and the oracle for experts."""
+LINES_OF_THE_PACKAGE = 31_037
+"""30,122 before LoRA, averages of the weights, epochs, --show, export --verify and the oracle for experts; 30,643
+before logprobs, gates and a second recorded step."""
 CEILINGS = {
     "heart": 3474,
     "config": 2853,
@@ -63,7 +64,7 @@ CEILINGS = {
     "files": 332,
     "hf": 902,
     "techniques": 4847,
-    "tools": 9954,
+    "tools": 9997,
     "other": 342,
 }
 """Lines that each part of the package may have. They are fixed: a part that grows takes from itself, and a ceiling is

@@ -218,8 +218,6 @@ def updates(recorded: RecordedStep, gradients: Tensors, dtype: torch.dtype) -> T
             parameter.grad = own[name].to(dtype, copy=True)  # clipping changes the copy
         if each.step.max_norm is not None:
             nn.utils.clip_grad_norm_(parameters.values(), each.step.max_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = each.step.optimizer.lr
         optimizer.step()
     return {name: parameter.detach().double() - recorded.weights[name] for name, parameter in parameters.items()}
 

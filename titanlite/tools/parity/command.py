@@ -8,6 +8,11 @@ one is not; 2 the config or the launch is wrong.
 With --all, a standard set of layouts is compared: each axis alone and in pairs, activation checkpointing, compiled
 blocks, gradient accumulation, chunked cross-entropy. --own FILE.py:NAME compares own parts (docs/extend.md).
 
+With --gates, the config trains a few steps, in full size and with its own data and optimizer, and a line each says:
+repeatability: two runs are equal, bit for bit; baseline: so is the run in --baseline FOLDER; restart replay: so is one
+that is killed, stopped and killed at random steps and resumes each time; layout equivalence: one that resumes under
+another layout differs by rounding. The runs have fingerprints and checkpoints, whatever the config says.
+
 With --against FOLDER, one optimizer step of another program is compared with the same step in float64 in this process.
 The folder has (docs/verify_your_trainer.md describes each file, and examples/verify/ has programs that write them):
   config.json, model.safetensors   the model and its weights before the step, as transformers writes them
@@ -26,7 +31,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from titanlite.config import ConfigError, Launch, load
+from titanlite.config import ConfigError, Launch, check, load
 from titanlite.config.own import Parts, take_own
 from titanlite.config.schema import Comm
 from titanlite.launch.arguments import Parser, count
@@ -35,6 +40,7 @@ from titanlite.tools.parity.shrink import smaller
 
 USAGE = """titanlite parity CONFIG.toml [--section.key=value ...] [--own FILE.py:NAME] [--all] [--steps=3]
                         [--dtype=float64]
+       titanlite parity CONFIG.toml [--section.key=value ...] --gates [--baseline FOLDER] [--steps=12]
        titanlite parity --against FOLDER"""
 TIMEOUT_SECONDS = 600
 GIB_PER_RANK = 0.15
@@ -44,9 +50,11 @@ GIB_PER_RANK = 0.15
 def main(argv: list[str]) -> int:
     """Run the command and return its exit status."""
     parser = Parser(USAGE, __doc__)
-    parser.add_argument("--steps", type=count(), default=3, help="optimizer steps")
+    parser.add_argument("--steps", type=count(), help="optimizer steps (default: 3; with --gates 12)")
     parser.add_argument("--dtype", choices=["float64", "float32", "bfloat16", "float16"], default="float64")
     parser.add_argument("--all", action="store_true", help="compare a standard set of layouts, on this machine's CPUs")
+    parser.add_argument("--gates", action="store_true", help="compare runs of the config with each other")
+    parser.add_argument("--baseline", type=Path, metavar="FOLDER", help="with --gates: a run to compare, or record")
     parser.add_argument("--against", type=Path, metavar="FOLDER", help="a step of another program to compare")
     launched, began = "WORLD_SIZE" in os.environ, time.monotonic()
     n_devices = count_devices() if launched else 0
@@ -57,10 +65,10 @@ def main(argv: list[str]) -> int:
         from titanlite.tools.parity.against import run_against  # imported here, since the import of torch takes seconds
 
         return run_against(arguments.against)
+    if arguments.gates or arguments.baseline:
+        return _run_gates(config_arguments, arguments, launched=launched)
     own, config_arguments = take_own(config_arguments)
     loaded = load(config_arguments, own)
-    if arguments.all and launched:
-        parser.error("--all starts ranks of its own; leave out torchrun")
     if arguments.all:
         return _compare_all(config_arguments, own, arguments)
     launch = Launch.from_environment(n_devices)
@@ -77,7 +85,7 @@ def main(argv: list[str]) -> int:
     from titanlite.tools.parity.process_pool import run_in_pool
     from titanlite.tools.parity.reference import run_reference
 
-    steps = arguments.steps
+    steps = arguments.steps or 3
     if launch.rank == 0:
         run = f"{launch.world_size} rank(s), {arguments.dtype}, {steps} steps"
         print(f"{loaded.file}: {describe_mesh(config)} = {run}\nshrunk: {', '.join(changes) or 'nothing'}")
@@ -101,11 +109,28 @@ def main(argv: list[str]) -> int:
     return 0 if equal else 1
 
 
+def _run_gates(config_arguments: list[str], arguments: Any, *, launched: bool) -> int:
+    steps = arguments.steps or 12
+    if not arguments.gates:
+        raise ConfigError(["command line: --baseline is read only with --gates"])
+    if launched or arguments.all or arguments.dtype != "float64" or steps < 6:
+        raise ConfigError(["command line: --gates: expected no torchrun, --all or --dtype, and --steps from 6 on"])
+    own, rest = take_own(config_arguments)
+    loaded, n_devices = load(rest, own), count_devices()
+    ranks = ranks_wanted(loaded, os.environ, n_devices)
+    config = check(loaded, Launch(0, 0, ranks, ranks, n_devices))
+    from titanlite.tools.parity.gates import run_gates  # imported here, since the import of torch takes seconds
+
+    return run_gates(config, config_arguments, steps, arguments.baseline)
+
+
 def _compare_all(config_arguments: list[str], own: Parts, arguments: Any) -> int:
+    if "WORLD_SIZE" in os.environ:
+        raise ConfigError(["command line: --all starts ranks of its own; leave out torchrun"])
     from titanlite.tools.parity.standard_set import verdicts
 
     counts = Counter[str]()
-    for layout, verdict in verdicts(config_arguments, own, arguments.dtype, arguments.steps):
+    for layout, verdict in verdicts(config_arguments, own, arguments.dtype, arguments.steps or 3):
         print(f"{layout:30} {verdict}", flush=True)
         counts[verdict.partition(":")[0]] += 1
     print(f"{counts['equal']} of {counts.total()} layouts are equal to a single process")

@@ -46,12 +46,16 @@ def tolerances(config: Config, reference: Trace, device: torch.device, *, steps:
     )
     if config == exact:
         return dict.fromkeys(reference, FLOAT64_TOLERANCE)
-    rounding = differences(reference, run_reference(exact, device, steps=steps))
+    return allowed_for(differences(reference, run_reference(exact, device, steps=steps)))
+
+
+def allowed_for(rounding: Numbers) -> Numbers:
+    """Return how much each entry may differ from the reference, from its differences from the same run in float64."""
     # The rounding error of a single number may be zero by accident, so the largest of all steps counts. Adam turns
     # rounding into a step of lr for few elements, in some parameter, so the largest of all parameters counts.
     for pattern in (r".* loss", r".* losses of datasets", r"step \d+ norm", r"final weight .*"):
         names = [name for name in rounding if re.fullmatch(pattern, name)]
-        rounding |= dict.fromkeys(names, max(rounding[name] for name in names))
+        rounding |= dict.fromkeys(names, max((rounding[name] for name in names), default=0.0))
     return {name: max(ROUNDING_FACTOR * difference, FLOAT64_TOLERANCE) for name, difference in rounding.items()}
 
 
