@@ -52,8 +52,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dtype", choices=["float64", "float32", "bfloat16", "float16"], default="float64")
     parser.add_argument("--all", action="store_true", help="compare a standard set of layouts, on this machine's CPUs")
     parser.add_argument("--gates", action="store_true", help="compare runs of the config with each other")
-    text = "with --gates: a run to compare with, or record"
-    parser.add_argument("--baseline", type=Path, metavar="FOLDER", help=text)
+    parser.add_argument("--baseline", type=Path, metavar="FOLDER", help="with --gates: a run to compare, or record")
     parser.add_argument("--against", type=Path, metavar="FOLDER", help="a step of another program to compare")
     launched = "WORLD_SIZE" in os.environ
     arguments, config_arguments = parser.parse_known_args(argv)
