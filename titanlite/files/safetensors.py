@@ -115,6 +115,7 @@ def read_fully(file: BinaryIO, data: memoryview, begin: int) -> None:
     """Fill `data` with the bytes of a file from `begin` on, whatever the file's position: threads may share a file."""
     n_read = 0
     while n_read < len(data):  # preadv may read fewer bytes than asked
-        if not (n := os.preadv(file.fileno(), [data[n_read:]], begin + n_read)):
+        n = os.preadv(file.fileno(), [data[n_read:]], begin + n_read)
+        if not n:
             raise DamagedError(f"it ends before byte {begin + len(data):,}")
         n_read += n

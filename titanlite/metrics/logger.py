@@ -178,8 +178,10 @@ class MetricsLogger(Logger):
             self.tensorboard.add_text("config", "\n".join(f"    {line}" for line in self.config.splitlines()))
 
     def log(self, step: int, values: Mapping[str, Any], seconds_per_step: float) -> None:
+        """Write values by tag to the console, metrics.jsonl and TensorBoard."""
         histograms = {tag: value for tag, value in values.items() if isinstance(value, Tensor)}
-        if not (values := {tag: value for tag, value in values.items() if tag not in histograms}):
+        values = {tag: value for tag, value in values.items() if tag not in histograms}
+        if not values:
             return
         print(_console_line(step, self.steps, values, seconds_per_step), flush=True)
         record = {tag: value if math.isfinite(value) else None for tag, value in values.items()}
@@ -204,9 +206,9 @@ class MetricsLogger(Logger):
             self.tensorboard.begin(step + 1)
 
     def close(self) -> None:
-        self.file.close()
-        if self.tensorboard:
-            self.tensorboard.file.close()
+        for file in (self.file, self.tensorboard.file if self.tensorboard else None):
+            if file:
+                file.close()
 
 
 def _move_to_previous(folder: Path, names: list[str]) -> None:
@@ -228,7 +230,8 @@ def _remove_later_steps(path: Path, last_step: int) -> None:
     content = read_file(path, path.stat().st_size) if path.exists() else b""
     earlier, damaged = [], []
     for line in io.BytesIO(content):
-        if (row := row_of(line)) is None:
+        row = row_of(line)
+        if row is None:
             damaged.append(line)
         elif row["step"] <= last_step:
             earlier.append(line.rstrip(b"\n") + b"\n")
