@@ -43,10 +43,13 @@ class Run:
         command = [sys.executable, "-m", "titanlite", "train", *self.arguments, f"--job.dump_folder={self.folder}"]
         with (self.folder / "output.log").open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-        while process.poll() is None and not (how and step in self.rows()):
-            time.sleep(0.01)
-        process.send_signal(how)  # the launcher's ranks end with it; an ended process gets none
-        status, rows = process.wait(), self.rows()
+        try:
+            while process.poll() is None and not (how and step in self.rows()):
+                time.sleep(0.01)
+            process.send_signal(how)  # the launcher's ranks end with it; an ended process gets none
+            status, rows = process.wait(), self.rows()
+        finally:
+            process.kill()  # does nothing unless this command is interrupted
         if step not in rows or status not in (0, -how):
             reason = (self.folder / "output.log").read_text(errors="replace").strip().rpartition("\n")[2]
             raise ConfigError([f"{' '.join(command)}: exit status {status} in step {max(rows)}: {printable(reason)}"])
@@ -87,10 +90,13 @@ def run_gates(config: Config, arguments: list[str], steps: int, baseline: Path |
         rows = first.until(steps)
         second.until(steps)
         gate("repeatability", difference(first, second), f"two runs of {steps} steps")
-        if baseline and not baseline.is_dir():
+        text, verdict = "--baseline FOLDER records one, to compare with later", "no baseline given"
+        if baseline and baseline.is_dir():
+            text, verdict = f"the run in {baseline}", difference(Run(baseline, []), first)
+        elif baseline:
             shutil.copytree(first.folder, baseline)
-        text = f"the run in {baseline}" if baseline else "--baseline FOLDER records one, to compare with later"
-        gate("baseline equivalence", difference(Run(baseline, []), first) if baseline else "no baseline given", text)
+            text, verdict = f"in {baseline}, to compare with later", "recorded"
+        gate("baseline equivalence", verdict, text)
         ends, repeated = [], 0
         for third, how in enumerate(("killed", "stopped", "killed")):
             step = random.randrange(steps * third // 3 + 1, steps * (third + 1) // 3)
@@ -107,7 +113,7 @@ def run_gates(config: Config, arguments: list[str], steps: int, baseline: Path |
         reference, exact, other = (run.weights() for run in runs)
         allowed = allowed_for(differences(reference, exact))
         gate("layout equivalence", judge(reference, other, allowed)[3], f"resumed after step {middle}: {' '.join(own)}")
-    return int(not all(verdict.startswith(("equal", "no baseline")) for verdict in verdicts))
+    return int(not all(verdict.startswith(("equal", "no baseline", "recorded")) for verdict in verdicts))
 
 
 def other_layout(config: Config) -> list[str]:
