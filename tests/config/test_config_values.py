@@ -100,7 +100,7 @@ WRONG_VALUES = {
         "model.dim = 2147483648", "checkpoint.interval = 9223372036854775808",
     ],
     "an integer >= 1 and <= 4096": [
-        "model.n_layers = 1000000000", "activation_checkpoint.layers_per_checkpoint = 0",
+        "model.n_layers = 1000000000", "activation_checkpoint.layers_per_checkpoint = 1000000000",
     ],
     "an integer >= 1 and <= 65536": ["parallelism.tensor_parallel_degree = 1000000000"],
     "-1, or an integer >= 1 and <= 65536": ["parallelism.data_parallel_shard_degree = 1000000000"],
