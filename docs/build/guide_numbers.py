@@ -11,7 +11,7 @@ from titanlite.config.loader import read_toml
 from titanlite.tools.plan.result import range_of
 
 PUBLISHED = ROOT / "benchmarks" / "planner" / "published_runs.toml"
-PUBLISHED_LOG = ROOT / "benchmarks" / "logs" / "plan_accuracy_published.log"
+PUBLISHED_LOG = ROOT / "benchmarks" / "logs" / "plan_accuracy_speeds.jsonl"
 GIB = 2**30
 Records = Mapping[str, Record]
 Row = list[str]
@@ -84,10 +84,11 @@ def relative_speed(record: Record, base: Record) -> str:
 
 
 def published() -> dict[str, Record]:
-    """Return the published runs with their plans, by name."""
+    """Return the published runs with the speeds of their plans, by name."""
     runs = {run["name"]: run for run in read_toml(str(PUBLISHED))["run"]}
-    lines = PUBLISHED_LOG.read_text().splitlines()
-    return {each["name"]: each | runs[each["name"]] for each in map(json.loads, (x for x in lines if x[:1] == "{"))}
+    plans = map(json.loads, PUBLISHED_LOG.read_text().splitlines())
+    own = [each for each in plans if each["file"] == PUBLISHED.name]
+    return {each["name"]: each | {"tokens/s": each["pub"]} | runs[each["name"]] for each in own}
 
 
 PAIRS = {

@@ -1,15 +1,14 @@
-"""Write what plans of mixtures of experts are beside published runs into benchmarks/NOTEBOOK.md and docs/plan.md.
+"""Write what plans of mixtures of experts are beside published runs into benchmarks/NOTEBOOK.md.
 
     python -m docs.build.published_page            (seconds: the plans are those of logs/plan_accuracy_mixtures.log)
 
 `python -m benchmarks.planner.plan_accuracy mixtures` makes the log. tests/tools/plan/test_published_page.py fails until
-the pages are what this script writes.
+the page is what this script writes.
 """
 
 import json
 import re
 import statistics
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.python_path import ROOT
@@ -18,8 +17,7 @@ from titanlite.config.loader import read_toml
 
 LOG = ROOT / "benchmarks" / "logs" / "plan_accuracy_mixtures.log"
 RUNS = ROOT / "benchmarks" / "planner" / "published_moe_runs.toml"
-NOTEBOOK, PAGE = ROOT / "benchmarks" / "NOTEBOOK.md", ROOT / "docs" / "plan.md"
-ROW = "| **speed of "  # how the line of docs/plan.md begins, up to the number of runs
+NOTEBOOK = ROOT / "benchmarks" / "NOTEBOOK.md"
 
 
 class Compared(NamedTuple):
@@ -96,24 +94,13 @@ def text_of_the_notebook(all_runs: list[Compared]) -> str:
     return "\n".join([total, "", *table_of_groups(all_runs), "", *table_of_runs(all_runs)])
 
 
-def line_of_the_page(all_runs: list[Compared]) -> str:
-    """Return the line of the table in docs/plan.md."""
-    programs = ", ".join(dict.fromkeys(each.run["framework"] for each in all_runs))
-    sizes = [each.run["devices"] for each in all_runs]
-    what = f"{ROW}{len(all_runs)} published runs** of mixtures of experts ({programs})"
-    return f"{what}, H100 to GB300, {min(sizes)} to {max(sizes):,} devices | **{summary(all_runs)}** |"
-
-
-def pages(all_runs: list[Compared]) -> dict[Path, str]:
-    """Return the text of both pages as it should be."""
-    notebook = with_table(NOTEBOOK.read_text(), "mixtures", f"{text_of_the_notebook(all_runs)}\n")
-    line = re.compile(rf"^{re.escape(ROW)}\d+ published runs\*\* of mixtures.*$", re.MULTILINE)
-    return {NOTEBOOK: notebook, PAGE: line.sub(lambda _: line_of_the_page(all_runs), PAGE.read_text())}
+def page(all_runs: list[Compared]) -> str:
+    """Return the text of the notebook as it should be."""
+    return with_table(NOTEBOOK.read_text(), "mixtures", f"{text_of_the_notebook(all_runs)}\n")
 
 
 def main() -> None:
-    for path, text in pages(compared_runs()).items():
-        path.write_text(text)
+    NOTEBOOK.write_text(page(compared_runs()))
 
 
 if __name__ == "__main__":

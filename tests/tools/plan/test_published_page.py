@@ -1,4 +1,4 @@
-"""The pages have the plans of published mixtures of experts that the log has, and the bounds are what they say."""
+"""The notebook has the plans of published mixtures of experts that the log has, and the bounds are what they say."""
 
 import functools
 from pathlib import Path
@@ -17,11 +17,8 @@ ROOT = Path(__file__).parents[3]
 MIB = 2**20
 
 
-def test_the_pages_are_what_the_script_writes():
-    runs = published_page.compared_runs()
-    for path, text in published_page.pages(runs).items():
-        assert path.read_text() == text
-    assert published_page.line_of_the_page(runs) in published_page.PAGE.read_text()
+def test_the_page_is_what_the_script_writes():
+    assert published_page.page(published_page.compared_runs()) == published_page.NOTEBOOK.read_text()
 
 
 def test_every_run_has_its_source_its_group_and_what_differs():
