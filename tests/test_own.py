@@ -570,7 +570,7 @@ def test_a_checkpoint_of_own_blocks_is_rejected_in_a_line(tmp_path: Path):
         open_folder(tmp_path)
     with pytest.raises(ConfigError, match=r"has weights of own blocks \(--own\)"):
         export.run(tmp_path / "checkpoint" / "step-2", tmp_path / "out", None)
-    with pytest.raises(ConfigError, match=r"saved with own\.block = true, and this run has null"):
+    with pytest.raises(ConfigError, match=r"saved with own\.block = true, and this run has no own\.block"):
         titanlite.run(argv)
 
 

@@ -543,7 +543,7 @@ def test_a_config_round_trips(tmp_path: Path):
 
 def test_the_reference_names_every_key_of_a_table():
     entry = " ".join(reference_markdown().partition("### training.datasets\n")[2].partition("\n###")[0].split())
-    assert "- weight: -1, or a finite number > 0; default -1. Share of the sequences" in entry
+    assert "- weight: -1, or a finite number > 0; default -1. Share of a dataset" in entry
     assert all(f"- {name}: " in entry for name in MixedDataset.model_fields)
 
 
