@@ -51,8 +51,8 @@ HEART = (
 LINES_OF_A_RANK_OF_MANY_TECHNIQUES = 11_650
 LINES_OF_A_DEBUG_RUN, LINES_WITH_A_TOKEN_CACHE = 10_300, 9_950
 LINES_OF_THE_PACKAGE = 30_264
-"""30,122 before LoRA, averages of the weights, epochs, --show, export --verify, the oracle for experts, recomputed groups
-of blocks, logprobs and --gates; 30,643 before comments and docstrings were shortened."""
+"""30,122 before LoRA, averages of the weights, epochs, --show, export --verify, the oracle for experts, recomputed
+groups of blocks, logprobs and --gates; 30,643 before comments and docstrings were shortened."""
 CEILINGS = {
     "heart": 3376,
     "config": 2772,
