@@ -112,7 +112,7 @@ def round_casts_as_eager(enabled: bool) -> None:
 
 def eager_on_cpu(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Return a context that runs compiled functions eagerly on a CPU, where inductor's code for the step of 8-bit Adam
-    crashes the process (2.13, torchao 0.18). Remove when the code no longer crashes."""
+    crashes the process (2.13, torchao 0.18). Remove this function when that code no longer crashes."""
     return torch.compiler.set_stance("force_eager") if device.type == "cpu" else contextlib.nullcontext()
 
 

@@ -124,7 +124,7 @@ def _of_builder(find: Callable[[], str], builds_cache: bool) -> str:
     for each in found:
         if isinstance(each, Exception):
             raise each
-    return next(filter(None, reversed(found)), "")  # the builder is its node's first rank; ranks are consecutive
+    return next(filter(None, reversed(found)), "")  # that of this node: the last first rank of a node
 
 
 def _wait(folder: Path, dtype: DType) -> Index:

@@ -47,7 +47,7 @@ def parse_part(state: Mapping[str, Any], place: str, kind: Any) -> Any:
 
 
 def first_problem(error: ValidationError, *around: str) -> str:
-    """Return the place and the message of the first problem. The place is dotted keys, of which `around` come first."""
+    """Return the first problem as `key.key: message`. `around` are the keys of the object that was validated."""
     first = error.errors()[0]
     return printable(": ".join(filter(None, (".".join(map(str, (*around, *first["loc"]))), first["msg"]))))
 

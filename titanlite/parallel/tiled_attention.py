@@ -193,7 +193,7 @@ def _bounds(document_positions_BS: Tensor | None, q_BSHK: Tensor) -> tuple[Tenso
         return torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q_BSHK.device), length
     if document_positions_BS not in _BOUNDS:
         begins = document_positions_BS == 0
-        begins[:, 0] = True  # position 0 is missing if a sequence begins in the middle of a document
+        begins[:, 0] = True  # a sequence may begin in the middle of a document
         bounds = torch.cat([begins.flatten().nonzero().flatten(), torch.tensor([begins.numel()], device="cpu")]).int()
         on_device = bounds.pin_memory().to(q_BSHK.device, non_blocking=True) if q_BSHK.is_cuda else bounds
         _BOUNDS[document_positions_BS] = on_device, int(bounds.diff().max())

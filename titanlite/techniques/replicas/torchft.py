@@ -58,7 +58,7 @@ class GroupState(Enum):
 
 
 class Ballot(NamedTuple):
-    """A group's row of the table that groups compare before a step. Each group fills one row, and tables are summed."""
+    """What a group announces before a step: its row of a table with a row for each group. Groups sum their tables."""
 
     groups: float
     """How many groups have this group's number; more than 1 is an error."""

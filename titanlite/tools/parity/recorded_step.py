@@ -158,7 +158,7 @@ def read_step(folder: Path) -> RecordedStep:
 
 
 def _files(folder: Path) -> dict[Path, tuple[int, int, int]]:
-    """Return numbers for each file of a folder that change with the file's content. Broken links count as files."""
+    """Return inode, size and modification time of each file of a folder, with which a changed file is found."""
     paths = [path for path in folder.glob("*") if path.suffix in (".json", ".safetensors")]
     stats = {path: path.lstat() if path.is_symlink() and not path.exists() else path.stat() for path in paths}
     return {path: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()}

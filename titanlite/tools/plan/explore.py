@@ -70,7 +70,7 @@ def overrides(choice: dict[str, Any], plan: Plan, loaded: LoadedConfig[Config]) 
     if choice["pp"] > 1:
         times = config.gradient_accumulation_steps if config.parallelism.pipeline_parallel_degree > 1 else 1
         options[MICROBATCH], local = local, max(sequences // ranks // times, local)
-    if loaded.config.training.global_batch_size == -1:  # a step has at least as many sequences as the config asks
+    if loaded.config.training.global_batch_size == -1:  # automatic: at least the config's sequences
         times = math.ceil(sequences / (local * ranks)) * loaded.config.fault_tolerance.n_groups
         options["training.global_batch_size"] = times * local * ranks
     options |= {BATCH: local, "plan.device": choice["device"]}

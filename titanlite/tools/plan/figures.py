@@ -55,7 +55,7 @@ def memory_figure(plan: Plan) -> Figure:
     axes, rank = figure.add_subplot(), plan.worst
     kinds = [kind for kind in KIND_COLOURS if any(point.bytes[kind] > 0 for point in rank.points)]
     numbers = thinned(rank.points, MAX_POINTS)
-    # Rounding of allocations can leave a kind some bytes below zero.
+    # Rounding of allocations can leave the bytes of a kind of memory slightly below zero.
     heights = [[max(rank.points[number].bytes[kind], 0) / GIB for number in numbers] for kind in kinds]
     axes.stackplot(numbers, heights, colors=[KIND_COLOURS[kind] for kind in kinds], linewidth=0)
     axes.set_xlim(0, len(rank.points) - 1)

@@ -58,7 +58,7 @@ class Plan:
     spans: list[list[Span]]  # each pipeline rank's actions in an accumulation step; empty without a pipeline
     cost: Cost  # cost of the busiest rank's step; `elapsed` does not include waiting for other ranks
     step_seconds: float  # expected seconds of the full step
-    spread: Spread  # contribution of each group of times to the range of the step
+    spread: Spread  # contribution of each group of rates to the range of step_seconds
     update_seconds: float  # seconds of the step after the last backward: gradient norm, clipping, optimizer
     flops_per_token: int  # FLOPs to train on one token, as MFU counts them
     n_parameters: int
