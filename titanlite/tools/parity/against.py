@@ -47,8 +47,8 @@ class Pass(NamedTuple):
 
 
 def run_against(folder: Path) -> int:
-    """Print the comparison of a folder's recorded steps with float64. Return the exit status: 0 if rounding explains all
-    differences, 1 if not, 2 if it explains wrong factors. Raises ConfigError for a wrong folder, or infinities."""
+    """Print the comparison of a folder's recorded steps with float64. Return the exit status: 0 if rounding explains
+    all differences, 1 if not, 2 if it explains wrong factors. Raises ConfigError for a wrong folder, or infinities."""
     first, *second = read_steps(folder)
     statuses = [_report(folder, first), *(_report(folder / "second", each) for each in second)]
     return 1 if 1 in statuses else max(statuses)
