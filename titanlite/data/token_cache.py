@@ -124,7 +124,7 @@ def _of_builder(find: Callable[[], str], builds_cache: bool) -> str:
     for each in found:
         if isinstance(each, Exception):
             raise each
-    return next(filter(None, reversed(found)), "")  # that of this node: the last first rank of a node
+    return next(filter(None, reversed(found)), "")  # the last found path is that of this node's first rank
 
 
 def _wait(folder: Path, dtype: DType) -> Index:
