@@ -6,6 +6,7 @@ The rates are those of titanlite/metrics/devices.toml, the shares those of titan
 tests/tools/plan/test_rates.py fails until the page is what this script writes.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from docs.build.page_tables import table_lines
@@ -38,19 +39,9 @@ def rates_page() -> str:
     rows = [[f"`{name}`", *_data_sheet(device), device.source] for name, device in DEVICES.items()]
     parts += ["\n".join(table_lines(columns, rows)), ""]
     for name, device in DEVICES.items():
-        shares = dict(reached(device.architecture if device.kind == "gpu" else "cpu", name))
-        rows = [_row(key, share, name) for key, share in shares.items() if isinstance(share, Share)]
-        parts += [
-            f"## {name}\n",
-            "\n".join(table_lines(["rate", "expected (least to most)", "basis", "source"], rows)),
-            "",
-        ]
-    rows = [_row(key, share, "") for key, share in vars(ANY).items()]
-    parts += [
-        "## Any device\n",
-        "\n".join(table_lines(["rate", "expected (least to most)", "basis", "source"], rows)),
-        "",
-    ]
+        shares = {key: share for key, share in reached(device, name) if isinstance(share, Share)}
+        parts += _section(name, shares, name)
+    parts += _section("Any device", vars(ANY))
     return "\n".join(parts)
 
 
@@ -58,9 +49,13 @@ def _data_sheet(device: Device) -> list[str]:
     return [f"{getattr(device, key) / 1e12:,.4g}" for key in DATA_SHEET]
 
 
-def _row(key: str, share: Share, name: str) -> list[str]:
-    basis = share.basis(name) if name else "an estimate" if "estimate" in share.source else "published"
-    return [f"`{key}`", f"{share.expected:.4g} ({share.low:.4g} to {share.high:.4g})", basis, share.source]
+def _section(title: str, shares: Mapping[str, Share], name: str = "") -> list[str]:
+    """Return the table of a device's shares, or of those of any device."""
+    rows = []
+    for key, share in shares.items():
+        basis = share.basis(name) if name else "an estimate" if "estimate" in share.source else "published"
+        rows.append([f"`{key}`", f"{share.expected:.4g} ({share.low:.4g} to {share.high:.4g})", basis, share.source])
+    return [f"## {title}\n", "\n".join(table_lines(["rate", "expected (least to most)", "basis", "source"], rows)), ""]
 
 
 if __name__ == "__main__":

@@ -68,9 +68,7 @@ def main(folder: str, *options: str) -> None:
     after = full(model)
     versions = f"DeepSpeed {deepspeed.__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
     step = {
-        "program": f"DeepSpeed {{}}, transformers {{}}, torch {{}}, ZeRO-{stage} on {n_ranks} rank(s)".format(
-            *versions
-        ),
+        "program": f"{versions}, ZeRO-{stage} on {n_ranks} rank(s)",
         "dtypes": {"weights": "float32", "compute": "float32", "reduce": "float32"},
         "optimizer": {"name": "AdamW", "beta1": 0.9, "beta2": 0.95, **ADAM, "weight_decay_dims": [1, 2]},
         "max_norm": 1.0,

@@ -48,6 +48,7 @@ from tests.parallel.test_parity import CPU, STEPS, ZERO_1, ZERO_2, CountCalls, c
 from tests.techniques.moe.test_moe import EP, EP_4, EXPERTS, LOSSES
 from tests.techniques.test_mla import LATENT
 from titanlite import build, config
+from titanlite.metrics.summary import optimization_summary
 from titanlite.parallel import fsdp, mesh
 from titanlite.tools.parity.compare import differences, tolerances
 from titanlite.tools.parity.reference import run_reference
@@ -258,6 +259,12 @@ REJECTED: list[tuple[dict[str, Any], dict[str, str]]] = [
         {"model.moe.balance_bias_rate": "LoRA freezes the routers; set 0"},
     ),
 ]
+
+
+def test_the_summary_names_the_base(tmp_path: Path):
+    for path, base in (("none", "random weights (checkpoint.initial_load_path)"), ("./a/nonesuch", "./a/nonesuch")):
+        job = load(tmp_path, {"lora.rank": 4, "checkpoint.initial_load_path": path, "checkpoint.enable": True}).config
+        assert optimization_summary(job)[0].endswith(f"; base: {base}")
 
 
 @pytest.mark.parametrize(("settings", "rejected"), REJECTED, ids=lambda each: next(reversed(each)))

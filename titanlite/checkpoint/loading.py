@@ -41,14 +41,14 @@ def load_checkpoint(
     saved = _with_optimizer(state["identity"], state["config"])
     own = _with_optimizer(checkpointer.identity, checkpointer.config if state["config"] else {})
     options["lora.base"] = " weights in checkpoint.initial_load_path, whose hash it is"
-    if not ("lora.rank" in saved and "lora.rank" in own):  # one run has no LoRA: compare only lora.rank
-        saved, own = ({k: each[k] for k in each if k == "lora.rank" or k[:5] != "lora."} for each in (saved, own))
+    both_lora = "lora.rank" in saved and "lora.rank" in own  # otherwise lora.rank alone says that one run has no LoRA
     differences = [
-        f"{path}: saved with {_named(key, saved)}, and this run has {_named(key, own).removeprefix(f'{key} = ')}; "
+        f"{path}: saved with {f'{key} = ' * (key in saved)}{_value(key, saved)}, and this run has {_value(key, own)}; "
         f"resume with the same{options.get(key, '')}, or start in another job.dump_folder "
         "(checkpoint.initial_load_path loads only the weights)"
         for key in {**saved, **own}
         if saved.get(key) != own.get(key) and key not in checkpointer.may_differ
+        if both_lora or key == "lora.rank" or not key.startswith("lora.")
     ]
     if differences:
         raise ConfigError(differences)
@@ -134,8 +134,8 @@ def load_tensors(
     return problems
 
 
-def _named(key: str, identity: Mapping[str, Any]) -> str:
-    return f"{key} = {show(identity[key])}" if key in identity else f"no {key}"
+def _value(key: str, identity: Mapping[str, Any]) -> str:
+    return show(identity[key]) if key in identity else f"no {key}"
 
 
 def _with_optimizer(identity: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

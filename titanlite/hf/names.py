@@ -10,7 +10,6 @@ neighbouring channels, too, so rows keep their order. In some families, a tensor
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +25,6 @@ _QUERIES_KEYS_VALUES = ("attention.wq", "attention.wk", "attention.wv")
 _TABLES = read_toml(str(Path(__file__).with_name("names.toml")))
 MODULES: dict[str, str] = _TABLES["modules"]
 """Name of each module in transformers."""
-PEFT: dict[str, Any] = _TABLES["peft"]
-"""The keys of peft's adapter_config.json, with the values that do not depend on the run."""
 EXPERTS: dict[str, list[str]] = _TABLES["experts"]
 """Names of experts' tensors in Qwen3-MoE, OLMoE and DeepSeek, and in Mixtral; {} is the number of an expert."""
 

@@ -15,7 +15,7 @@ from titanlite.config.schema import Lora, Model
 from titanlite.files import safetensors
 from titanlite.files.new_folder import new_folder
 from titanlite.hf.export import write_json
-from titanlite.hf.names import PEFT, hf_tensors, is_transposed, tensor_shapes, to_hf
+from titanlite.hf.names import hf_tensors, is_transposed, tensor_shapes, to_hf
 
 
 def export_adapters(reader: Any, options: Model, lora: Lora, out: Path, *, base: str, dtype: torch.dtype) -> int:
@@ -42,8 +42,10 @@ def export_adapters(reader: Any, options: Model, lora: Lora, out: Path, *, base:
 
     short = {module.rpartition(".")[2] for module in modules}
     with new_folder(out) as folder:
-        own = {"base_model_name_or_path": str(Path(base).resolve()), "r": lora.rank, "lora_alpha": lora.alpha}
-        own["target_modules"] = sorted(modules if options.moe.n_experts else short)
-        write_json(folder / "adapter_config.json", PEFT | own)
+        config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True, "bias": "none"}
+        config |= {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0, "use_rslora": False}
+        config |= {"base_model_name_or_path": str(Path(base).resolve())}
+        config["target_modules"] = sorted(modules if options.moe.n_experts else short)
+        write_json(folder / "adapter_config.json", config)
         safetensors.write(folder / "adapter_model.safetensors", tensors, contents(), metadata={"format": "pt"})
     return len(adapters)

@@ -107,7 +107,8 @@ def optimization_summary(config: Config) -> list[str]:
     float8, ac, lora, chunks = config.float8, config.activation_checkpoint, config.lora, config.training.loss_chunks
     option = f" {ac.selective_ac_option}" * (ac.mode == "selective")
     groups = f", {ac.layers_per_checkpoint} layers per checkpoint" * (ac.layers_per_checkpoint > 1)
-    base = config.checkpoint.initial_load_path.replace(SEEDED, "random weights (checkpoint.initial_load_path)")
+    path = config.checkpoint.initial_load_path
+    base = "random weights (checkpoint.initial_load_path)" if path == SEEDED else path
     adapters = f"rank {lora.rank}, alpha {lora.alpha:g}, of {', '.join(lora.targets)}; base: {base}"
     lines = {
         f"LoRA       {adapters}": lora.rank > 0,

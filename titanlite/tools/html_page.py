@@ -10,8 +10,7 @@ from matplotlib import style
 from matplotlib.figure import Figure
 from rich.console import Console, RenderableType
 
-WIDTH = 11.0
-"""Width of a figure in inches of 96 pixels."""
+WIDTH = 11.0  # width of a figure in inches of 96 pixels
 STYLE = {"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"], "font.size": 9, "axes.titlesize": 9}
 
 

@@ -1,5 +1,6 @@
 """titanlite parity --gates: what is compared bit for bit, the other layout, and the gates of a tiny run."""
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -7,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.config import problems
 from titanlite.config import Launch, check, load
 from titanlite.launch.cli import run_command
 from titanlite.techniques.fingerprints import file
 from titanlite.techniques.fingerprints.file import Description
-from titanlite.tools.parity.gates import Run, difference, other_layout
+from titanlite.tools.parity.gates import Run, difference, other_layout, run_gates
 
 DESCRIPTION = {
     "compute_dtype": "float32",
@@ -69,6 +71,18 @@ def test_the_other_layout_keeps_the_global_batch():
     assert other_layout(one) == ["--parallelism.data_parallel_shard_degree=2", *batch]
     degrees = ["--parallelism.context_parallel_degree=1", "--parallelism.context_parallel_ulysses_degree=1"]
     assert [each for each in other_layout(four) if "parallelism" in each] == degrees
+
+
+def test_a_baseline_that_lacks_what_is_compared_is_rejected(runs: tuple[Run, Run], tmp_path: Path):
+    assert runs[0].is_complete(2)
+    config = check(load(["debug"]), Launch(0, 0, 1, 1, 0))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    (runs[1].folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    for baseline in (*(run.folder for run in runs), tmp_path / "empty", tmp_path / "file"):  # runs have 2 steps of 6
+        (message,) = problems(functools.partial(run_gates, config, ["debug"], 6, baseline))
+        assert message == f"--baseline {baseline}: expected what --gates recorded of 6 steps, or a new name"
+    assert not runs[1].is_complete(2)
 
 
 @pytest.mark.parametrize("arguments", [["--steps=5"], ["--all"], ["--dtype=float32"]])

@@ -27,7 +27,7 @@ def test_every_share_of_a_device_is_measured_or_says_that_it_is_an_estimate():
 
 
 def test_a_range_is_wider_only_where_the_figure_is_of_another_device():
-    own, other, published = (reached("hopper", "h100"), reached("hopper", "gh200"), EFFICIENCY["hopper"])
+    own, other, published = (reached(DEVICES["h100"], "h100"), reached(DEVICES["gh200"], "gh200"), EFFICIENCY["hopper"])
     assert own.matmul == published.matmul
     assert own.matmul.basis("h100") == "measured"
     assert other.matmul.basis("gh200") == "measured on another device"
@@ -36,11 +36,11 @@ def test_a_range_is_wider_only_where_the_figure_is_of_another_device():
     assert other.matmul.expected == published.matmul.expected
     ada = EFFICIENCY["ada"].matmul
     assert ada.basis("l40s") == "an estimate"
-    assert reached("ada", "l40s").matmul == ada
+    assert reached(DEVICES["l40s"], "l40s").matmul == ada
 
 
 def test_a_device_has_shares_of_its_own():
-    assert reached("blackwell", "gb200").matmul.expected > reached("blackwell", "b200").matmul.expected
+    assert reached(DEVICES["gb200"], "gb200").matmul.expected > reached(DEVICES["b200"], "b200").matmul.expected
 
 
 def test_the_slowest_of_more_devices_is_slower():

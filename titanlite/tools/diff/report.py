@@ -20,8 +20,7 @@ PHASES = tuple(WORDS["phases"])
 STYLES = ("green", "bold red", "yellow")  # style of the printed verdict, by exit status
 SMALLEST_RATIO = 1e-3
 """The report looks for a layout that explains a ratio only if the ratio is farther from 1 than this."""
-MOST_NAMES = 5
-"""Most tensors, or reasons, that a line of the report names."""
+MOST_NAMES = 5  # most tensors, or reasons, that a line of the report names
 
 
 def judge(steps: list[Step]) -> tuple[int, Step]:

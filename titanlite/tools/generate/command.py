@@ -32,10 +32,8 @@ USAGE = """titanlite generate FOLDER ["prompt" ...] [--prompts FILE] [--chat] [-
            [--temperature T] [--top-k K] [--top-p P] [--seed S] [--batch-size B]
            [--dtype float32|bfloat16|float64] [--tokenizer FOLDER]
            [--tensor-parallel-degree N] [--expert-parallel]"""
-LARGEST_FILE = 2**26
-"""Most characters of a prompts file."""
-LONGEST = 2**20
-"""Most tokens of a prompt and its continuation together."""
+LARGEST_FILE = 2**26  # most characters of a prompts file
+LONGEST = 2**20  # most tokens of a prompt and its continuation together
 SHARDED = ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
 """Options of a dense model that the tensor-parallel degree must divide."""
 

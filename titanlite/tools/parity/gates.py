@@ -21,11 +21,8 @@ from titanlite.techniques.fingerprints import file
 from titanlite.tools.parity.compare import allowed_for, differences, judge
 from titanlite.tools.parity.reference import Trace
 
-INTERVAL = 3
-"""Steps from one checkpoint to the next."""
+INTERVAL = 3  # steps from one checkpoint to the next
 NUMBERS = {"loss": "loss_metrics/global_avg_loss", "norm": "grad_norm"}
-DEGREES = "pipeline_parallel data_parallel_replicate data_parallel_shard context_parallel tensor_parallel"
-DEGREES += " expert_parallel context_parallel_ulysses"
 IN_FLOAT64 = ["--training.dtype=float64", "--training.mixed_precision_param=float64"]
 
 
@@ -60,6 +57,12 @@ class Run:
         rows = map(row_of, path.read_bytes().splitlines() if path.exists() else [])
         return {0: {"n_tokens_seen": 0}} | {row["step"]: row for row in rows if row}
 
+    def is_complete(self, steps: int) -> bool:
+        """Return whether the folder has all that `difference` compares of a run of so many steps."""
+        numbers, saved = self.rows(), (self.folder / f"checkpoint/step-{steps}").is_dir()
+        logged = [step for step, row in numbers.items() if set(NUMBERS.values()) <= row.keys()]
+        return saved and file.steps_of(self.folder) == logged == [*range(1, steps + 1)]
+
     def resumed(self, name: str, step: int, options: list[str]) -> "Run":
         """Resume from a checkpoint of this run with other options, train to its last step, and return that run."""
         run, checkpoint = Run(self.folder.with_name(name), [*self.arguments, *options]), f"checkpoint/step-{step}"
@@ -79,6 +82,9 @@ def run_gates(config: Config, arguments: list[str], steps: int, baseline: Path |
     fails."""
     arguments = [*arguments, f"--training.steps={steps}", "--metrics.log_freq=1", "--debug.fingerprint_freq=1"]
     arguments += ["--checkpoint.enable=true", f"--checkpoint.interval={INTERVAL}"]
+    recorded = Run(baseline, []) if baseline and baseline.exists() else None
+    if recorded and not recorded.is_complete(steps):
+        raise ConfigError([f"--baseline {baseline}: expected what --gates recorded of {steps} steps, or a new name"])
     middle, verdicts = steps // 2 // INTERVAL * INTERVAL, list[str]()
 
     def gate(name: str, verdict: str, what: str) -> None:
@@ -91,8 +97,8 @@ def run_gates(config: Config, arguments: list[str], steps: int, baseline: Path |
         second.until(steps)
         gate("repeatability", difference(first, second), f"two runs of {steps} steps")
         text, verdict = "--baseline FOLDER records one, to compare with later", "no baseline given"
-        if baseline and baseline.is_dir():
-            text, verdict = f"the run in {baseline}", difference(Run(baseline, []), first)
+        if recorded:
+            text, verdict = f"the run in {baseline}", difference(recorded, first)
         elif baseline:
             shutil.copytree(first.folder, baseline)
             text, verdict = f"in {baseline}, to compare with later", "recorded"
@@ -118,7 +124,7 @@ def run_gates(config: Config, arguments: list[str], steps: int, baseline: Path |
 
 def other_layout(config: Config) -> list[str]:
     """Return the options of one process, or of FSDP 2 for a config of one process, with the same global batch."""
-    degrees = dict.fromkeys([f"{name}_degree" for name in DEGREES.split()], 1)
+    degrees = dict.fromkeys((name for name, _ in config.parallelism if name.endswith("_degree")), 1)
     ranks = 2 if all(getattr(config.parallelism, name) == 1 for name in degrees) else 1
     size = config.training.global_batch_size
     batch = [f"--training.local_batch_size={size // ranks}", f"--training.global_batch_size={size}"]

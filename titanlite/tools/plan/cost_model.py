@@ -118,7 +118,7 @@ class CostModel:
         self.offload, self.is_sharded = offload, any(name in GATHERED_AXES and len(x) > 1 for name, x in axes.values())
         self.device, self.axes, self.devices_per_node = device, axes, devices_per_node
         self.changed, self.faster, self.cudnn = changed, faster, cudnn
-        self.efficiency = reached(device.architecture if device.kind == "gpu" else "cpu", name)
+        self.efficiency = reached(device, name)
         self.slowest = slowest_of(n_devices, self._seconds("devices", ANY.device_spread)) if device.kind == "gpu" else 1
         self._items: dict[int, tuple[Cost, list[Item], list[Event]]] = {}  # key: id of the kept list of events
 

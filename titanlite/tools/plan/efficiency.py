@@ -6,7 +6,6 @@ and writes its result at the end. Attention reaches half of its rate at `half_le
 and a bandwidth, which falls with the number of nodes.
 """
 
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import NormalDist
@@ -16,6 +15,7 @@ from typing import NamedTuple
 import pydantic
 
 from titanlite.config.loader import read_toml
+from titanlite.metrics.devices import Device
 
 
 class Share(NamedTuple):
@@ -56,15 +56,14 @@ ANY = SimpleNamespace(**{key: Share(*row) for key, row in _TABLES.pop("any").ite
 _OF_DEVICES = _TABLES.pop("devices")
 EFFICIENCY = {name: Efficiency(**rows) for name, rows in _TABLES.items()}
 TILE = 128  # rows and columns of a tile of a matrix product's result
-WIDER = 0.1
-"""Fraction by which both ends of a range are farther apart if the rate was measured on another device."""
+WIDER = 0.1  # fraction by which an end of a range is farther off if the rate was measured on another device
 
 
-@functools.cache
-def reached(architecture: str, name: str) -> Efficiency:
+def reached(device: Device, name: str) -> Efficiency:
     """Return the shares of rates that a device reaches: its own, or else its architecture's with wider ranges. `name`
     is the name of the device's table or file."""
-    shares = Efficiency(**(_TABLES[architecture] | _OF_DEVICES.get(name, {})))
+    table = _TABLES[device.architecture if device.kind == "gpu" else "cpu"]
+    shares = Efficiency(**(table | _OF_DEVICES.get(name, {})))
     wider = {
         key: share._replace(low=share.low * (1 - WIDER), high=share.high * (1 + WIDER))
         for key, share in shares

@@ -104,7 +104,7 @@ def rates_line(plan: Plan) -> str:
     if plan.device.measured:
         return "rates: measured by titanlite calibrate"
     name, shares = Path(plan.config.plan.device).stem, dict[str, list[str]]()
-    for key, share in reached(plan.device.architecture if plan.device.kind == "gpu" else "cpu", name):
+    for key, share in reached(plan.device, name):
         if isinstance(share, Share):
             shares.setdefault(share.basis(name), []).append(key.replace("_", " "))
     bases = "; ".join(f"{basis}: {', '.join(keys)}" for basis, keys in shares.items())
