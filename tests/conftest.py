@@ -49,6 +49,15 @@ def environment_stays() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Compute with one thread: tensors are so small that two threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def idle_pools_are_closed(ranks: "RankPools") -> Iterator[None]:
     """Close the pools that would slow down the tests of other files."""

@@ -24,25 +24,45 @@ ACCUMULATION_STEPS, BATCH_SIZE = 4 // N_RANKS, N_SEQUENCES // 4
 ADAM = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
 
-class OneStep(Trainer):
-    """A Trainer that reads sequences in their order, and copies the gradients before it clips them."""
+ARGUMENTS: dict[str, Any] = {
+    "max_steps": 1,
+    "per_device_train_batch_size": BATCH_SIZE,
+    "gradient_accumulation_steps": ACCUMULATION_STEPS,
+    "learning_rate": ADAM["lr"],
+    "lr_scheduler_type": "constant",
+    "adam_beta1": ADAM["beta1"],
+    "adam_beta2": ADAM["beta2"],
+    "adam_epsilon": ADAM["eps"],
+    "weight_decay": ADAM["weight_decay"],
+    "max_grad_norm": 1.0,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "use_cpu": True,
+}
 
-    def _get_train_sampler(self, *_: Any) -> torch.utils.data.Sampler:
-        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+class RecordsGradients(Trainer):
+    """A Trainer that copies the gradients before it clips them."""
 
     def create_optimizer(self, *arguments: Any) -> torch.optim.Optimizer:
-        optimizer = super().create_optimizer(*arguments)
-        clip = self.accelerator.clip_grad_norm_
+        optimizer, clip = super().create_optimizer(*arguments), self.accelerator.clip_grad_norm_
 
         def recorded_clip(*arguments: Any, **kwargs: Any) -> Tensor:
             if not hasattr(self, "norm"):  # a later call only asks for the norm
                 self.gradients = copies({name: p.grad for name, p in self.model.named_parameters()})
                 self.norm = clip(*arguments, **kwargs)
-                return self.norm
-            return clip(*arguments, **kwargs)
+            return self.norm
 
         self.accelerator.clip_grad_norm_ = recorded_clip
         return optimizer
+
+
+class OneStep(RecordsGradients):
+    """A Trainer that reads sequences in their order."""
+
+    def _get_train_sampler(self, *_: Any) -> torch.utils.data.Sampler:
+        return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
 def main(folder: str) -> None:
@@ -52,23 +72,7 @@ def main(folder: str) -> None:
     tokens, targets = batch()
     targets[:, -1] = -100  # its id is in no input: transformers takes labels of the inputs' positions and shifts them
     labels = torch.cat((torch.full((N_SEQUENCES, 1), -100), targets[:, :-1]), dim=1)
-    arguments = TrainingArguments(
-        output_dir=tempfile.mkdtemp(),
-        max_steps=1,
-        per_device_train_batch_size=BATCH_SIZE,
-        gradient_accumulation_steps=ACCUMULATION_STEPS,
-        learning_rate=ADAM["lr"],
-        lr_scheduler_type="constant",
-        adam_beta1=ADAM["beta1"],
-        adam_beta2=ADAM["beta2"],
-        adam_epsilon=ADAM["eps"],
-        weight_decay=ADAM["weight_decay"],
-        max_grad_norm=1.0,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        use_cpu=True,
-    )
+    arguments = TrainingArguments(output_dir=tempfile.mkdtemp(), **ARGUMENTS)
     dataset = [{"input_ids": row, "labels": label} for row, label in zip(tokens, labels, strict=True)]
     trainer = OneStep(model, arguments, train_dataset=dataset)
     loss = trainer.train().training_loss

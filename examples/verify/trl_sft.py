@@ -5,7 +5,7 @@
 
 The step takes four batches of two sequences, one after the other or partitioned over ranks under DDP. Completions have
 different lengths. With --packing each sequence is two documents, which TRL packs without padding. The batch of the
-folder is what the model was given, and gradients are recorded where the Trainer clips them.
+folder is what the model got, and gradients are recorded where the Trainer clips them.
 """
 
 import os
@@ -17,45 +17,35 @@ import torch
 import torch.distributed as dist
 import transformers
 import trl
-from data import CONFIG, N_SEQUENCES, SEQ_LEN, VOCAB_SIZE, batch
+from data import CONFIG, SEQ_LEN, VOCAB_SIZE, batch
 from datasets import Dataset
 from folder import copies, write_folder
 from tokenizers import Tokenizer, models
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-N_RANKS = int(os.environ.get("WORLD_SIZE", 1))
-ADAM = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+from transformers_trainer import ACCUMULATION_STEPS, ADAM, ARGUMENTS, N_RANKS, RecordsGradients
 
 
-class OneStep(trl.SFTTrainer):
-    """An SFTTrainer that copies what the model is given, and the gradients before it clips them."""
+class OneStep(RecordsGradients, trl.SFTTrainer):
+    """An SFTTrainer that copies what the model gets, and the gradients before it clips them."""
 
-    def create_optimizer(self, *arguments: Any) -> torch.optim.Optimizer:
-        optimizer, clip, self.given = super().create_optimizer(*arguments), self.accelerator.clip_grad_norm_, []
-
-        def recorded_clip(*arguments: Any, **kwargs: Any) -> Tensor:
-            if not hasattr(self, "norm"):  # a later call only asks for the norm
-                self.gradients = copies({name: p.grad for name, p in self.model.named_parameters()})
-                self.norm = clip(*arguments, **kwargs)
-            return self.norm
-
-        self.accelerator.clip_grad_norm_ = recorded_clip
-        return optimizer
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self.inputs: list[dict[str, list[list[int]]]] = []
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *arguments: Any, **kwargs: Any) -> Tensor:
         rows = {name: inputs[name].reshape(-1, SEQ_LEN).tolist() for name in ("input_ids", "labels")}
         positions = inputs.get("position_ids", torch.arange(SEQ_LEN).expand(len(rows["labels"]), -1))
-        self.given.append({**rows, "positions": positions.reshape(-1, SEQ_LEN).tolist()})
+        self.inputs.append({**rows, "positions": positions.reshape(-1, SEQ_LEN).tolist()})
         return super().compute_loss(model, inputs, *arguments, **kwargs)
 
     def global_batch(self) -> dict[str, Tensor]:
-        """Return what all ranks gave their models: [B, T]. Every rank must call it."""
-        parts = [self.given] * N_RANKS
+        """Return the inputs of the models of all ranks: [B, T]. Every rank must call it."""
+        of_ranks = [self.inputs] * N_RANKS
         if N_RANKS > 1:
-            dist.all_gather_object(parts, self.given)
-        given = [each for part in parts for each in part]
-        return {name: torch.tensor([row for each in given for row in each[name]]) for name in given[0]}
+            dist.all_gather_object(of_ranks, self.inputs)
+        batches = [each for own in of_ranks for each in own]
+        return {name: torch.tensor([row for each in batches for row in each[name]]) for name in batches[0]}
 
 
 def dataset(*, packing: bool) -> Dataset:
@@ -74,39 +64,26 @@ def main(folder: str, *options: str) -> None:
     weights, packing = copies(dict(model.named_parameters())), "--packing" in options
     arguments = trl.SFTConfig(
         output_dir=tempfile.mkdtemp(),
-        max_steps=1,
-        per_device_train_batch_size=N_SEQUENCES // 4,
-        gradient_accumulation_steps=4 // N_RANKS,
         max_length=SEQ_LEN,
         packing=packing,
         completion_only_loss=True,
-        learning_rate=ADAM["lr"],
-        lr_scheduler_type="constant",
-        adam_beta1=ADAM["beta1"],
-        adam_beta2=ADAM["beta2"],
-        adam_epsilon=ADAM["eps"],
-        weight_decay=ADAM["weight_decay"],
-        max_grad_norm=1.0,
         gradient_checkpointing=False,
         bf16=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        use_cpu=True,
+        **ARGUMENTS,
     )
     vocabulary = models.WordLevel({"<pad>": 0, **{str(i): i for i in range(1, VOCAB_SIZE)}}, unk_token="<pad>")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(vocabulary), pad_token="<pad>", eos_token="1")
     trainer = OneStep(model, arguments, train_dataset=dataset(packing=packing), processing_class=tokenizer)
     loss = trainer.train().training_loss
-    given = trainer.global_batch()
-    none = torch.full((len(given["labels"]), 1), -100)
+    inputs = trainer.global_batch()
+    none = torch.full((len(inputs["labels"]), 1), -100)
     step = {
         "program": f"TRL {trl.__version__}, transformers {transformers.__version__}, torch {torch.__version__}, "
         f"SFTTrainer on {N_RANKS} rank(s){', packing' if packing else ''}",
         "dtypes": {"weights": "float32", "compute": "float32", "reduce": "float32"},
         "optimizer": {"name": "AdamW", **ADAM, "weight_decay_dims": [2]},
         "max_norm": 1.0,
-        "degrees": {"dp": N_RANKS, "accumulation_steps": arguments.gradient_accumulation_steps},
+        "degrees": {"dp": N_RANKS, "accumulation_steps": ACCUMULATION_STEPS},
         "loss": loss,
         "gradient_norm": trainer.norm.item(),
     }
@@ -115,9 +92,9 @@ def main(folder: str, *options: str) -> None:
             folder,
             config=CONFIG,
             weights=weights,
-            tokens=given["input_ids"],
-            targets=torch.cat((given["labels"][:, 1:], none), dim=1),
-            document_positions=given["positions"],
+            tokens=inputs["input_ids"],
+            targets=torch.cat((inputs["labels"][:, 1:], none), dim=1),
+            document_positions=inputs["positions"],
             step=step,
             gradients=trainer.gradients,
             weights_after=dict(model.named_parameters()),

@@ -1,7 +1,7 @@
 """titanlite logprobs: a transformers model is the trainer and the engine, right and wrong."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,8 @@ from tests.helpers.hf import build_hf
 from titanlite.launch.cli import run_command
 from titanlite.techniques.moe.router import Router
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 LENGTH, PROMPT, BOS = 96, 10, 1
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """The models are so small that two threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def build(family: str = "llama", theta: float = 10000.0) -> Any:

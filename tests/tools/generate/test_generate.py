@@ -33,6 +33,7 @@ from titanlite.tools.generate.folder import ModelFolder, open_folder
 from titanlite.tools.generate.generator import Generator
 from titanlite.tools.generate.sampling import Sampling, choose, probabilities, prompt_generators
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 LENGTHS, NEW, EOS = (3, 17, 1, 9, 12, 6), 20, 2
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -48,15 +49,6 @@ CASES["llama, llama3 scaling"] = ("llama", {"rope_parameters": LLAMA3_ROPE})
 LEAST_GAP = 1e-4
 """Between the largest two logits, which are about 1. transformers' norms and rotary tables are in float32, so its
 float64 logits are off by some 1e-6: a text whose gaps are larger is the same in both, and others are left out."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """The models are so small that two threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def save(folder: Path, case: str = "llama", **settings: Any) -> Any:

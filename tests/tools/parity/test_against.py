@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from titanlite.tools.parity.against import FLOAT64, forward_backward
 from titanlite.tools.parity.ratios import Row, clusters, describe
 from titanlite.tools.parity.recorded_step import RecordedStep, read_step
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parents[3]
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -54,15 +55,6 @@ def load_example(name: str) -> Any:
 
 
 write_folder = load_example("folder").write_folder
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """The tensors are so small that threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # The other program ---------------------------------------------------------------------------------------------------
