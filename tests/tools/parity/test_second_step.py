@@ -1,11 +1,12 @@
 """titanlite parity --against: the second step shows what the first one hides, betas and bias correction."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.tools.parity.test_against import ADAM, CONFIG, MAX_NORM, batch, forward, in_json, take_step, write_folder
@@ -79,7 +80,10 @@ def test_a_wrong_optimizer_is_named_at_the_second_step(wrong: dict[str, Any], tm
     assert second[-1] == "equal: loss, gradients"
 
 
-@pytest.mark.parametrize("name", ["no gradients", "no weights", "other weights", "other options", "no batch"])
+OTHERS = ["no gradients", "no weights", "other weights", "other options", "other model", "dangling link", "no batch"]
+
+
+@pytest.mark.parametrize("name", OTHERS)
 def test_a_second_step_that_does_not_follow_is_one_line(name: str, tmp_path: Path, capsys):
     take_second(take_step(tmp_path, weights="float64"))
     if name in ("no gradients", "no weights"):
@@ -93,6 +97,14 @@ def test_a_second_step_that_does_not_follow_is_one_line(name: str, tmp_path: Pat
         in_json("step.json", optimizer={"name": "AdamW", **ADAM, "beta1": 0.7, "weight_decay_dims": [2]})(
             tmp_path / "second"
         )
+    elif name == "other model":
+        in_json("config.json", num_hidden_layers=1)(tmp_path / "second")
+        for file in ("model", "gradients", "weights_after"):
+            path = tmp_path / "second" / f"{file}.safetensors"
+            save_file({key: each for key, each in load_file(path).items() if "layers.1." not in key}, path)
+    elif name == "dangling link":
+        shutil.rmtree(tmp_path / "second")
+        (tmp_path / "second").symlink_to(tmp_path / "nowhere")
     else:
         (tmp_path / "second" / "batch.safetensors").unlink()
     assert run_command("parity", ["--against", str(tmp_path)]) == 2

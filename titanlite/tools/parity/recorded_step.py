@@ -116,13 +116,13 @@ class RecordedStep:
 def read_steps(folder: Path) -> list[RecordedStep]:
     """Read and check the first step and, if it is in the folder "second", the next one. Raises ConfigError as
     `read_step`, or if that is not the next step of the same optimizer."""
-    steps = [read_step(each) for each in (folder, folder / "second") if each == folder or each.exists()]
-    if len(steps) == 1:
-        return steps
-    (first, second), place, problem = steps, folder / "second", ""
-    same = [each.step.optimizer and each.step.optimizer.model_copy(update={"lr": 1.0}) for each in steps]
-    if first.gradients is None or first.weights_after is None or same[0] != same[1]:
-        problem = "expected gradients and weights_after of the first step, and its options of the optimizer except lr"
+    first, place, problem = read_step(folder), folder / "second", ""
+    if not (place.exists() or place.is_symlink()):
+        return [first]
+    second = read_step(place)
+    same = [each.step.optimizer and each.step.optimizer.model_copy(update={"lr": 1.0}) for each in (first, second)]
+    if first.gradients is None or first.weights_after is None or same[0] != same[1] or first.model != second.model:
+        problem = "expected the first step's model, gradients, weights_after and options of the optimizer, except lr"
     elif other := [name for name, each in first.weights_after.items() if not torch.equal(each, second.weights[name])]:
         problem = f"{other[0]} of model.safetensors: expected that of weights_after.safetensors of the first step"
     if problem:
