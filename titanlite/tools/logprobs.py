@@ -44,7 +44,7 @@ class Row(Record):
     routed_experts: list[list[Ids]] = Field(default=[])
 
 
-Values = dict[int, list[float | None]]  # by line, for each of token_ids
+Values = dict[int, list[float | None]]  # logprobs of the token_ids, by line
 
 
 def main(argv: list[str]) -> int:
