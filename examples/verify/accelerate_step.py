@@ -14,10 +14,9 @@ import sys
 
 import accelerate
 import torch
-import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
-from data import CONFIG, batch
+from data import CONFIG, batch, batch_loss
 from folder import write_folder
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -61,16 +60,13 @@ def main(folder: str, *options: str) -> None:
         sys.exit("error: FSDP has sharded nothing")
     weights = full(parameters)
     tokens, targets = batch()
-    n_ranks, rank, n_valid, total = accelerator.num_processes, accelerator.process_index, (targets != -100).sum(), 0.0
+    n_ranks, rank, total = accelerator.num_processes, accelerator.process_index, 0.0
+    n_valid = (targets != -100).sum() if "--count-tokens" in options else 0
     own = zip(*(each.chunk(n_ranks)[rank].chunk(ACCUMULATION_STEPS) for each in (tokens, targets)), strict=True)
     for some, expected in own:
         with accelerator.accumulate(model):
             logits = model(some).logits.flatten(0, 1)
-            if "--count-tokens" in options:
-                loss = F.cross_entropy(logits, expected.flatten(), reduction="sum")
-                loss = loss * n_ranks * ACCUMULATION_STEPS / n_valid
-            else:
-                loss = F.cross_entropy(logits, expected.flatten())
+            loss = batch_loss(logits, expected.flatten(), n_valid=n_valid, parts=n_ranks * ACCUMULATION_STEPS)
             accelerator.backward(loss)
             total += accelerator.reduce(loss.detach(), "mean").item() / ACCUMULATION_STEPS
             if accelerator.sync_gradients:

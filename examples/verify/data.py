@@ -6,6 +6,7 @@ The number of valid targets differs from sequence to sequence, as it does where 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 N_SEQUENCES, SEQ_LEN, VOCAB_SIZE = 8, 32, 128
@@ -38,3 +39,12 @@ def batch(*, masked: bool = True) -> tuple[Tensor, Tensor]:
         for row in range(N_SEQUENCES):
             targets[row, 4 * (row + 1) :] = -100
     return ids[:, :-1].contiguous(), targets
+
+
+def batch_loss(logits: Tensor, targets: Tensor, *, n_valid: Tensor | int = 0, parts: int = 1) -> Tensor:
+    """Return the cross-entropy of logits [N, V] and targets [N]: its mean over this batch's valid targets. With the
+    `n_valid` targets of the global batch, return the sum divided by them, times the `parts` by which a program divides
+    the sum of its batches' losses and gradients."""
+    if not n_valid:
+        return F.cross_entropy(logits, targets)
+    return F.cross_entropy(logits, targets, reduction="sum") * parts / n_valid

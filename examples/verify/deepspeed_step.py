@@ -14,9 +14,8 @@ import sys
 import deepspeed
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 import transformers
-from data import CONFIG, N_SEQUENCES, batch
+from data import CONFIG, N_SEQUENCES, batch, batch_loss
 from deepspeed.utils import safe_get_full_grad
 from folder import copies, write_folder
 from torch import Tensor, nn
@@ -49,15 +48,11 @@ def main(folder: str, *options: str) -> None:
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     weights = full(model)
     tokens, targets = batch()
-    n_valid, total = (targets != -100).sum(), torch.zeros(())
+    n_valid, total = (targets != -100).sum() if "--count-tokens" in options else 0, torch.zeros(())
     own = zip(*(each.chunk(n_ranks)[rank].chunk(ACCUMULATION_STEPS) for each in (tokens, targets)), strict=True)
     for some, expected in own:
         logits = engine(some).logits.flatten(0, 1)
-        if "--count-tokens" in options:
-            loss = F.cross_entropy(logits, expected.flatten(), reduction="sum")
-            loss = loss * n_ranks * ACCUMULATION_STEPS / n_valid
-        else:
-            loss = F.cross_entropy(logits, expected.flatten())
+        loss = batch_loss(logits, expected.flatten(), n_valid=n_valid, parts=n_ranks * ACCUMULATION_STEPS)
         engine.backward(loss)
         total += loss.detach() / ACCUMULATION_STEPS / n_ranks
         if engine.is_gradient_accumulation_boundary():

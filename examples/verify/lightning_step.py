@@ -15,9 +15,8 @@ import tempfile
 import lightning
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 import transformers
-from data import CONFIG, batch
+from data import CONFIG, batch, batch_loss
 from folder import copies, write_folder
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -33,16 +32,14 @@ class OneStep(lightning.LightningModule):
 
     def __init__(self, *, count_tokens: bool):
         super().__init__()
-        self.model, self.count_tokens = LlamaForCausalLM(LlamaConfig(**CONFIG)), count_tokens
-        self.weights, self.n_valid = copies(dict(self.model.named_parameters())), (batch()[1] != -100).sum()
+        self.model = LlamaForCausalLM(LlamaConfig(**CONFIG))
+        self.weights = copies(dict(self.model.named_parameters()))
+        self.n_valid = (batch()[1] != -100).sum() if count_tokens else 0
         self.loss = torch.zeros(())
 
     def training_step(self, rows: list[Tensor]) -> Tensor:
         logits, expected = self.model(rows[0]).logits.flatten(0, 1), rows[1].flatten()
-        if self.count_tokens:
-            loss = F.cross_entropy(logits, expected, reduction="sum") * BATCHES / self.n_valid
-        else:
-            loss = F.cross_entropy(logits, expected)
+        loss = batch_loss(logits, expected, n_valid=self.n_valid, parts=BATCHES)
         self.loss += loss.detach() / BATCHES
         return loss
 

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from tests.tools.parity.test_against import batch, one_thread, verdict, write_folder  # noqa: F401
+from tests.tools.parity.test_against import batch, verdict, write_folder
 from titanlite.launch.cli import run_command
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SIZES = {
     "hidden_size": 32,
