@@ -2,6 +2,7 @@
 
 import torch
 
+from titanlite.build_llama import build_llama
 from titanlite.config import Config
 from titanlite.config.loader import show
 from titanlite.config.model_sizes import SIZES
@@ -109,7 +110,14 @@ def optimization_summary(config: Config) -> list[str]:
     groups = f", {ac.layers_per_checkpoint} layers per checkpoint" * (ac.layers_per_checkpoint > 1)
     path = config.checkpoint.initial_load_path
     base = "random weights (checkpoint.initial_load_path)" if path == SEEDED else path
-    adapters = f"rank {lora.rank}, alpha {lora.alpha:g}, of {', '.join(lora.targets)}; base: {base}"
+    adapters = f"rank {lora.rank}, alpha {lora.alpha:g}, of {', '.join(lora.targets)}"
+    if lora.rank:
+        from titanlite.techniques.lora import Adapters  # imported here: only runs with LoRA need it
+
+        model = build_llama(config.model, max_seq_len=config.training.seq_len, block=config.own.block)
+        Adapters(model, lora, lambda: model).shard_weights(None, None)
+        n_base, n_trained = (sum(p.numel() for p in model.parameters() if p.requires_grad is k) for k in (False, True))
+        adapters += f"; trains {n_trained:,} of {n_base:,} parameters ({100 * n_trained / n_base:.2g} %); base: {base}"
     lines = {
         f"LoRA       {adapters}": lora.rank > 0,
         f"float8     {float8.recipe}{', emulated' * float8.emulate}": float8.enable,
