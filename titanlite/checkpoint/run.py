@@ -25,7 +25,7 @@ class RunState(NamedTuple):
     groups: OneGroup
 
     def save(self) -> dict[str, Any]:
-        """Return the state of loader, guard and groups. Every rank must call it."""
+        """Return the state of data loader, step guard and replica groups. Every rank must call it."""
         return {**self.guard.state(), "data": self.loader.state(), **self.groups.state()}
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -45,7 +45,7 @@ class Trained(NamedTuple):
 
 
 class NoCheckpoints:
-    """Loads initial weights and saves no checkpoint (checkpoint.enable = false). The base class of Checkpointer."""
+    """Loads initial weights and saves no checkpoint (checkpoint.enable = false). Base of Checkpointer."""
 
     def __init__(self, checkpoint: Checkpoint, run: Trained | None = None):
         self.checkpoint, self.run = checkpoint, run
@@ -84,8 +84,8 @@ class NoCheckpoints:
 
     def end(self, step: int, state: RunState, last_loss: Callable[[], float]) -> None:
         """Save the last step if it has not been saved, and wait for the save. Test an unconfirmed checkpoint by
-        `last_loss()`, the loss of one more batch with its weights. Every rank must call it. Raises TrainingError if a
-        checkpoint could not be written, or the loss is not finite."""
+        `last_loss()`, the loss of one more batch with the checkpoint's weights. Every rank must call it. Raises
+        TrainingError if a checkpoint could not be written, or the loss is not finite."""
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of checkpoints since the last call, by tag."""
