@@ -1,5 +1,5 @@
-"""Build the objects of a run from its resolved config, for train.py, the planner and the parity test alike. Only this
-file chooses the techniques that a config asks for."""
+"""Build the objects of a run from its resolved config, for train.py, the planner and the parity test. Only this file
+chooses the techniques that a config asks for."""
 
 import functools
 import os
@@ -151,8 +151,7 @@ def build_train_step(run: Run, groups: OneGroup | None = None) -> TrainStep:
             compiles=config.compile.enable,
             validates=config.validation.enable,
         )
-    # Several ranks work on the same tokens; only the first tp rank of the last pipeline stage adds their loss to the
-    # sum.
+    # Several ranks work on the same tokens; only the first tp rank of the last pipeline stage adds up their losses.
     contributes_loss = model.output is not None and layout.mesh.get_local_rank("tp") == 0
     return TrainStep(
         model,

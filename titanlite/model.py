@@ -249,7 +249,7 @@ class Llama(nn.Module):
         return x_ND
 
     def embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """Return the residual stream before the first layer, [N, D]; the arguments are those of `forward`."""
+        """Return the residual stream before the first layer, [N, D]; arguments as for `forward`."""
         x_ND = self.tok_embeddings(tokens.flatten())
         if self.embedding_scale != 1:
             x_ND = x_ND * self.embedding_scale

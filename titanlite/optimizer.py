@@ -50,7 +50,7 @@ def set_lr(optimizer: torch.optim.Optimizer, step: int, section: Optimizer, lr_s
     """Set the learning rate of a step, counted from 1, in all parameter groups, and return the rate."""
     lr = section.lr * lr_factor(step, lr_scheduler)
     for group in optimizer.param_groups:
-        # Compiled code reads the tensor: change its value, and do not replace it.
+        # A tensor is an argument of compiled code: change the tensor's value, and keep the tensor.
         group["lr"] = group["lr"].fill_(lr) if isinstance(group["lr"], Tensor) else lr
     return lr
 

@@ -39,7 +39,7 @@ def _yarn_ramp(model: Model) -> Tensor:
     """Return the share of YaRN's stretching that each pair of channels gets, from 0 to 1, [R/2] in float64. The ramp
     begins and ends at whole indices of pairs, as in the paper's code, unless rope_yarn_truncate = false."""
 
-    def pair_with(periods: float) -> float:  # fractional index of the pair that makes `periods` periods
+    def pair_with(periods: float) -> float:  # fractional index of a pair with `periods` periods
         wavelength = model.rope_original_seq_len / periods
         return model.rope_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(model.rope_theta))
 
@@ -81,6 +81,6 @@ def apply_rotary_emb(x_BTHK: Tensor, rope_TK2: Tensor) -> Tensor:
     if torch.compiler.is_compiling():  # inductor has no complex kernels, but fuses these real operators into one
         (cos, sin), signs = cos_sin.unsqueeze(-1).unbind(-2), 2 * torch.arange(2, device=pairs.device) - 1
         rotated = pairs * cos + pairs.flip(-1) * (sin * signs)
-    else:  # the complex product is one pass over memory; in eager mode the operators above are seven
+    else:  # the complex product is one pass over memory; the operators above are seven in eager mode
         rotated = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.view_as_complex(cos_sin))
     return rotated.flatten(-2).to(x_BTHK.dtype)

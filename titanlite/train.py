@@ -84,7 +84,7 @@ def train(config: Config, launch: Launch, signals: process.Signals) -> dict[str,
             mark(COMPILES)
             with progress(f"step {step}: compiling", enabled=is_first and launch.rank == 0 and config.compile.enable):
                 loss_sum, valid = train_step.gradients(step, batches, guard.loss_scale)
-            if not is_first:  # after compiling, this rank may wait below for other ranks
+            if not is_first:  # this rank may wait below for ranks that still compile
                 mark("updating the weights")
 
             # One small all-reduce gives every rank the loss, and tells whether any rank was asked to stop or to save.
@@ -148,8 +148,8 @@ def loss_after_training(
 
 
 def claim_folders(config: Config, launch: Launch, origins: dict[str, str], lost: Callable[[str], None]) -> None:
-    """Check the folders that a run reads and writes, and lock the latter against other runs. If another run takes the
-    lock over, `lost` is called with a message. Raises ConfigError if a folder cannot be used or another run has it."""
+    """Check the folders that a run reads and writes, and lock written folders against other runs. If another run takes
+    over a lock, `lost` is called with a message. Raises ConfigError if a folder is unusable or locked."""
     folders = folders_of_run(config.job, config.checkpoint, config.metrics, config.profiling)
     if launch.local_rank == 0:
         if config.checkpoint.initial_load_path != SEEDED:

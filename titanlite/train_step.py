@@ -72,7 +72,7 @@ def sum_over_ranks(loss_sum: Tensor, signals: Signals, *counts: float) -> Tensor
 
 
 class SavedState(Protocol):
-    """The methods of RunState, the state of a run that a checkpoint stores beside tensors."""
+    """The methods of RunState, the state of a run that a checkpoint stores in addition to tensors."""
 
     def save(self) -> dict[str, Any]:
         """Return the run's state as plain JSON. Every rank must call it."""

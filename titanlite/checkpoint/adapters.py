@@ -18,7 +18,7 @@ from titanlite.parallel.shards import local_shard
 
 def hash_of_base(place: str) -> str:
     """Return a hash of the weights in a folder: for a checkpoint, a hash of the manifest; for a Hugging Face folder, a
-    hash of the files, of which large ones are sampled. Raises ConfigError if there is no such folder."""
+    hash of the files (of large files, a hash of samples). Raises ConfigError if there is no such folder."""
     if place == SEEDED:
         return SEEDED
     path = Path(place)

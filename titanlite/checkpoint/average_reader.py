@@ -22,5 +22,5 @@ class AverageReader(CheckpointReader):
             raise ConfigError([f"{path}: has {problem}; expected a checkpoint of a run with ema.decay above 0"])
 
     def read(self, name: str) -> Tensor:
-        """Return in host memory the average of a full weight, or a buffer itself, since buffers have no average."""
+        """Return the average of a full weight, in host memory. Buffers have no average and are returned as saved."""
         return super().read(self._averages.get(name, name))

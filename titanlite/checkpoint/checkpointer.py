@@ -87,8 +87,7 @@ class Checkpointer(NoCheckpoints):
         self._saving: tuple[int, bool, Future[None], contextlib.ExitStack] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save checkpoint")
         self._host_copies: dict[str, Tensor] = {}
-        # Saves use a separate process group: an asynchronous save communicates in a thread while the training
-        # communicates, too.
+        # Saves have a separate process group, since asynchronous saves communicate in a thread during training.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.comm.init_timeout_seconds))
         self._names = CheckpointFolder(self.folder, checkpoint.keep_latest_k)
         if dist.get_rank() == 0:
@@ -114,7 +113,7 @@ class Checkpointer(NoCheckpoints):
         Return the `state` that was passed to `save`, with the key `step`; None without a checkpoint. Raises ConfigError
         if load_step is not the newest step, the identity differs, or the checkpoint is damaged (with on_corrupt =
         "previous": if all checkpoints are damaged)."""
-        names = self._from_rank0(self._names.to_resume)  # on a network disk, ranks may see different names
+        names = self._from_rank0(self._names.to_resume)  # ranks may see different names on a network disk
         steps = [state_of(Path(name))[0] for name in names]
         if self.checkpoint.load_step not in (-1, *steps[-1:]):
             problem = f"checkpoint.load_step = {self.checkpoint.load_step}: expected the newest step in {self.folder}, "
@@ -261,7 +260,7 @@ class Checkpointer(NoCheckpoints):
             step = self._saving[0] if self._saving else 0
             try:
                 self.finish()
-            except Exception as error:  # only print this error: `raise` below raises the body's error
+            except Exception as error:  # print this error; `raise` below raises the body's error
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 print(f"checkpoint step-{step} was not finished: {reason}", file=sys.stderr, flush=True)
             raise
@@ -282,7 +281,7 @@ class Checkpointer(NoCheckpoints):
                 raise TrainingError(problem) from None
 
     def set_aside(self, suffix: str) -> str:
-        """Rename the checkpoints whose weights gave no finite loss (`suffix` DIVERGED), or those saved since replicas
+        """Rename checkpoints whose weights gave no finite loss (`suffix` DIVERGED), or that were saved since replicas
         last agreed (SUSPECT). Return text about them for the error message. Every rank must call it."""
         with contextlib.suppress(NotSavedError):
             self.finish()

@@ -100,7 +100,7 @@ class CheckpointFolder:
         return path
 
     def to_resume(self) -> list[str]:
-        """Return the names of good and unconfirmed checkpoints by step; of one step, the good one is last."""
+        """Return the names of good and unconfirmed checkpoints by step; of one step, the good checkpoint is last."""
         paths = checkpoints(self._path, "", UNCONFIRMED)
         return [path.name for path in sorted(paths, key=lambda path: (state_of(path)[0], path.suffix != UNCONFIRMED))]
 

@@ -29,7 +29,7 @@ def load_checkpoint(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: Any
 ) -> tuple[dict[str, Any], list[str]]:
     """Load a checkpoint into the model and optimizer of a Checkpointer's run. Return the checkpoint's state, and a line
-    for each problem on any rank. Raises ConfigError if the checkpoint's identity is that of another run."""
+    for each problem on any rank. Raises ConfigError if the identities of checkpoint and run differ."""
     with collected_problems(checkpointer.group) as problems:
         reader = CheckpointReader(path)
     if problems:
@@ -41,7 +41,7 @@ def load_checkpoint(
     saved = _with_optimizer(state["identity"], state["config"])
     own = _with_optimizer(checkpointer.identity, checkpointer.config if state["config"] else {})
     options["lora.base"] = " weights in checkpoint.initial_load_path, whose hash it is"
-    both_lora = "lora.rank" in saved and "lora.rank" in own  # otherwise lora.rank alone says that one run has no LoRA
+    both_lora = "lora.rank" in saved and "lora.rank" in own  # if only one run has LoRA, compare nothing but lora.rank
     differences = [
         f"{path}: saved with {f'{key} = ' * (key in saved)}{_value(key, saved)}, and this run has {_value(key, own)}; "
         f"resume with the same{options.get(key, '')}, or start in another job.dump_folder "

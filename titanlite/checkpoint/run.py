@@ -18,7 +18,7 @@ from titanlite.train_step import OneGroup
 
 
 class RunState(NamedTuple):
-    """The objects of a run whose state a checkpoint stores beside tensors, as plain JSON."""
+    """The objects of a run whose state a checkpoint stores as plain JSON, in addition to tensors."""
 
     loader: Loader
     guard: StepGuard

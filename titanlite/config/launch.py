@@ -29,7 +29,7 @@ ATTENTION_BACKENDS_ON_CUDA = {
 LEAST_OPEN_FILES = 256
 """Fewest open files that a process needs: up to 64 shards of each token cache, and connections."""
 MOST_CHUNKS = 4096
-"""Upper bound on training.loss_chunks, which a rank computes one after the other."""
+"""Upper bound on training.loss_chunks, since a rank computes chunks sequentially."""
 CUDNN_SWITCH = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
 
 

@@ -286,8 +286,8 @@ def _parse(text: str, option: Any) -> Any:
 def _validate(
     kind: type[Options], values: dict[str, Any], file: str, origins: dict[str, str]
 ) -> tuple[Options, set[str], list[str]]:
-    """Return the options with defaults in place of bad values, the keys of bad values, and an error line for each one.
-    If only an option derived from others is bad, all options get defaults, and all keys count as bad."""
+    """Return the options with defaults in place of bad values, the keys of bad values, and an error line per bad value.
+    If only an option derived from other options is bad, all options get defaults, and all keys count as bad."""
     good, lines, bad_keys = copy.deepcopy(values), dict[Place, str](), set[str]()
     while True:
         try:

@@ -29,7 +29,7 @@ class Dependent(NamedTuple):
     keys: Sequence[str]
     switch: str
     on: tuple[Any, ...] = ()
-    """Values of the switch with which a run reads the options; empty: all numbers above those in `off`."""
+    """Values of the switch with which a run reads the options; empty: all numbers above the values in `off`."""
     off: tuple[Any, ...] = ()
     """Values of the switch that turn the options off; a file that sets such a value may still contain the options."""
 

@@ -1,6 +1,6 @@
 """Every option of a run: its type, its default and its meaning. Each class is a [section]; the docstring below an
-option is its text in --help and docs/reference/config.md. An option with the meaning of one in torchtitan 0.2.2 (the
-last release with TOML files) has the same name."""
+option is its text in --help and docs/reference/config.md. An option that also exists in torchtitan 0.2.2 (the last
+release with TOML files) has the same name."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Moe(Section):
     every_n_layers: Count = 1
     """Every n-th layer of the model has experts, except for the first dense layers."""
     score_function: Literal["softmax", "sigmoid"] = "softmax"
-    """How router logits become scores: a softmax over all experts, or each one's sigmoid (DeepSeek-V3)."""
+    """How router logits become scores: a softmax over all experts, or the sigmoid of each logit (DeepSeek-V3)."""
     normalize_scores: bool = False
     """Divide the scores of a token's experts by their sum."""
     score_scaling: Positive = 1.0
@@ -226,7 +226,7 @@ class Model(Section):
     rope_scaling_factor: Annotated[float, Field(ge=1, allow_inf_nan=False)]
     """Factor by which the rotary embedding's wavelengths are stretched for longer sequences; 1: no scaling."""
     rope_scaling_type: Literal["llama3", "linear", "yarn", "longrope"]
-    """Which wavelengths rope_scaling_factor stretches. linear: all; llama3 (Llama 3.1) and yarn: the long ones;
+    """Which wavelengths rope_scaling_factor stretches. linear: all; llama3 (Llama 3.1) and yarn: long wavelengths;
     longrope: each wavelength by its own factor. yarn and longrope also rescale attention."""
     rope_low_freq_factor: Positive
     """llama3: wavelengths above rope_original_seq_len / this factor are scaled fully."""
@@ -274,7 +274,7 @@ class Model(Section):
     seq_len above rope_original_seq_len is rejected, so the factor is always 1; 0: the model has no such factor."""
     layer_pattern: list[LayerKind] = Field(default=[])
     """Kinds of layers, in order, each in a table [[model.layer_pattern]]. The pattern repeats until all layers have a
-    kind. Empty: all layers are as [model] says."""
+    kind. Empty: all layers have the options in [model]."""
     hf_model_type: str = ""
     """Model type of the exported config.json and of the tensors' names; empty: the first type that supports the model's
     options. from_hf sets this option where the options do not determine the type."""
@@ -449,7 +449,7 @@ class MixedDataset(DatasetOptions):
     name: str = ""
     """Name of the dataset in metrics and checkpoints, made of letters, digits, "_", "-" and "."."""
     weight: Union[Literal[-1], Positive] = -1
-    """Share of a dataset in the mixture, relative to the weights of others. -1 in all tables: the dataset's size."""
+    """Share of a dataset in the mixture, relative to other datasets' weights. -1 in all tables: the dataset's size."""
     tokens: Union[Literal[-1], Annotated[int, Field(ge=1, le=MOST_TOKENS)]] = -1
     """Token budget: tokens that the mixture takes from the dataset, instead of a weight. -1: no budget."""
     epochs: Union[Literal[-1], Positive] = -1
@@ -461,7 +461,7 @@ class Training(DatasetOptions):
 
     datasets: list[MixedDataset] = Field(default=[])
     """A mixture of datasets, each in a table [[training.datasets]]. Weights, token budgets or sizes of the datasets
-    determine a fixed order of sequences; the other datasets replace a used-up dataset."""
+    determine a fixed order of sequences. After a dataset is used up, the mixture consists of the other datasets."""
     change_mixture_on_resume: bool = False
     """Allow a resumed run to have another mixture than its checkpoint; each dataset continues where it stopped."""
     streaming: bool = False
@@ -518,8 +518,8 @@ class Training(DatasetOptions):
     loss_scale_growth_interval: Count = 2000
     """float16: steps without overflow after which the loss scale doubles."""
     loss_chunks: Union[Literal[-1], Count] = -1
-    """Chunked cross-entropy: number of chunks of tokens whose logits and loss are computed one after the other, so that
-    only one chunk's logits are in memory. -1: float32 logits of a chunk take at most 2 GiB."""
+    """Chunked cross-entropy: number of chunks of tokens whose logits and loss are computed sequentially, so that only
+    one chunk's logits are in memory. -1: float32 logits of a chunk take at most 2 GiB."""
     enable_cpu_offload: bool = False
     """Keep weights, gradients and optimizer states in host memory; only weights in use are also on the device."""
 
@@ -705,14 +705,14 @@ class Int8(Section):
 
 class ActivationCheckpoint(Section):
     mode: Literal["none", "full", "selective"] = "none"
-    """full: save only a block's inputs for backward and recompute the rest; selective: see selective_ac_option."""
+    """full: save only a block's inputs, and recompute all else in the backward; selective: see selective_ac_option."""
     selective_ac_option: Union[Literal["op", "every_second_mm", "attention"], Count] = "op"
-    """op: save the results of matrix products, attention and collectives, recompute the rest; every_second_mm: like op,
-    but recompute every second matrix product; attention: save the results of attention, recompute the rest; N: full
+    """op: save the results of matrix products, attention and collectives, and recompute all others; every_second_mm:
+    like op, but recompute every second matrix product; attention: save only the results of attention; N: full
     activation checkpointing every N layers, none in between."""
     layers_per_checkpoint: Annotated[int, Field(ge=1, le=MOST_LAYERS)] = 1
     """Save the inputs of only every k-th block, and recompute the k blocks of a group together; during that, each block
-    saves what mode (none or full) says. 1: mode alone decides."""
+    saves what `mode` (none or full) determines. 1: no groups."""
 
 
 class Compile(Section):
@@ -730,7 +730,7 @@ SEEDED = "none"  # checkpoint.initial_load_path = "none": draw the weights from 
 
 class Checkpoint(Section):
     enable: bool = False
-    """Save checkpoints, and resume from the newest complete one in the folder."""
+    """Save checkpoints, and resume from the newest complete checkpoint in the folder."""
     folder: PathText = "checkpoint"
     """Folder of the checkpoints, relative to job.dump_folder."""
     interval: Count = 500
@@ -913,7 +913,7 @@ class Config(Section):
 
     @property
     def tokens_of_forward(self) -> int:
-        """Number of tokens in a rank's forward: those of a microbatch in a pipeline, else of a per-device batch."""
+        """Number of tokens in a rank's forward: a microbatch's in a pipeline, otherwise a per-device batch's."""
         piped = self.parallelism.pipeline_parallel_degree > 1
         sequences = self.parallelism.pipeline_parallel_microbatch_size if piped else self.training.local_batch_size
         return sequences * self.training.seq_len // self.parallelism.context_parallel_degree

@@ -132,7 +132,7 @@ class Loader:
             self.position += self.training.global_batch_size
             return batches
         if isinstance(item := self._ready.get(), Exception):
-            self._ready.put(item)  # a further call must raise the error again
+            self._ready.put(item)  # put the error back: a further call must raise it again
             raise item
         batches, shard_states, self.step_counts = item
         self.position += self.training.global_batch_size

@@ -175,7 +175,7 @@ def open_mixture(tokenizer: Tokenizer, training: Training, caches: Caches, *, se
 
 
 def _open_validation(tokenizer: Tokenizer, validation: Validation, caches: Caches) -> SplitSequences:
-    """Return the validation split; a mixture's has all datasets with at least one validation document."""
+    """Return the validation split; for a mixture, it combines all datasets with at least one validation document."""
     opened = [(each.splits["validation"], each.source, cache) for each, cache in caches if "validation" in each.splits]
     packed = (pack_once(cache, split, tokenizer, source.training) for split, source, cache in opened)
     if not (splits := [split for split in packed if split.n_sequences]):

@@ -162,7 +162,7 @@ def _is_own_group(number: int) -> bool:
 
 
 def check_dataset(path: Path, shards: list[Shard]) -> None:
-    """Raise ConfigError if the shards' dataset is not the one that the folder of `path` is named after."""
+    """Raise ConfigError if the shards' dataset differs from the dataset in the name of `path`'s folder."""
     if any(shard.dataset != path.parent.name for shard in shards):
         problem = f"{path}: is of another dataset, whose folder was renamed to this one; remove the folder"
         raise ConfigError([f"{problem} to have it built again"])

@@ -16,7 +16,7 @@ SECONDS = 10
 
 
 def restart_time_limit() -> None:
-    """Restart the time limit of a worker, if this process is one."""
+    """Restart the time limit of a worker, if this process is a worker."""
     if signal.getitimer(signal.ITIMER_PROF)[0]:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
 

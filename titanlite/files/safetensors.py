@@ -55,7 +55,7 @@ def write(
     path: Path, tensors: Tensors, contents: Iterator[memoryview], metadata: Mapping[str, str] | None = None
 ) -> tuple[int, bytes]:
     """Write a file and wait until its data is on the disk. Return the file's size and header. `contents` yields the
-    bytes of each tensor, of which only one is in memory at a time. Without `metadata`, the header contains checksums.
+    bytes of each tensor; only one tensor is in memory at a time. Without `metadata`, the header contains checksums.
     Raises OSError if the file cannot be written."""
     n_blocks = itertools.count(1)
 

@@ -16,7 +16,7 @@ def model_of(folder: Path) -> Model:
     file, weights = folder / "config.json", folder.glob("*.safetensors")
     sizes = [each.stat().st_size for each in weights if each.is_file()]
     model = load_values({"model": model_options(folder), "training": {"seq_len": 1}}, str(file), []).config.model
-    if sizes and (n_parameters := count_parameters(model)) > max(2 * sum(sizes), 2**28):  # weights have at least 4 bits
+    if sizes and (n_parameters := count_parameters(model)) > max(2 * sum(sizes), 2**28):  # a weight has at least 4 bits
         problem = f"has {n_parameters} parameters, and the *.safetensors beside it {sum(sizes)} bytes"
         raise ConfigError([f"{file}: its model {problem}; expected the config.json of these weights"])
     return model

@@ -1,6 +1,6 @@
 """Export of a checkpoint's weights as a Hugging Face folder, with one parameter in memory at a time, so that any
-machine can export any model. A layer's experts are one stacked parameter here, and separate tensors in the folder.
-Biases that balance experts are exported in float32."""
+machine can export any model. A layer's experts are a stacked parameter in titanlite, and separate tensors in the
+folder. Biases that balance experts are exported in float32."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,7 +64,7 @@ def export(
 
 
 def _check_shapes(reader: Any, options: Model, dtype: torch.dtype) -> None:
-    """Raise ConfigError if the checkpoint's weights are not those of the model, or the dtype is unsupported."""
+    """Raise ConfigError if the checkpoint's weights do not fit the model, or the dtype is unsupported."""
     if _name(dtype) not in HF_DTYPES.values():
         raise ConfigError([f"--dtype {_name(dtype)}: expected one of {', '.join(HF_DTYPES.values())}"])
     saved = {name.removeprefix("model."): shape for name, shape in reader.shapes.items() if name.startswith("model.")}

@@ -228,7 +228,7 @@ def open_safetensors(file: Path, again: str = "download or export") -> Iterator[
 
 
 def _tensors(parameter: Tensor, name: str, files: Mapping[str, Path], options: Model) -> list[str]:
-    """Return the names of a parameter's tensors that this rank needs. Of experts, a rank needs those in its shard."""
+    """Return the names of a parameter's tensors that this rank needs: one, or one per expert in its shard."""
     names = [name_in(files, each) for each in hf_names(name, options)]
     if is_stacked(name, options):
         return [names[0] + kind for kind in (BLOCKS, SCALES)] if names[0] + BLOCKS in files else names
@@ -250,8 +250,8 @@ def _check_tied(files: dict[str, Path], embedding: nn.Parameter, options: Model)
 
 @torch.no_grad()
 def _fill(parameter: Tensor, name: str, files: dict[str, Path], options: Model) -> None:
-    """Copy this rank's shard of tensors into a parameter. The files are opened anew for each parameter, since an open
-    file keeps all read data in memory."""
+    """Copy this rank's shard of tensors into a parameter. Each parameter opens the files again, since an open file
+    keeps all read data in memory."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if local.numel() and is_stacked(name, options):
         with contextlib.ExitStack() as stack:
@@ -272,7 +272,7 @@ def _fill(parameter: Tensor, name: str, files: dict[str, Path], options: Model) 
 
 
 def _finite(numbers: Tensor, tensor: str, file: Path) -> Tensor:
-    """Return the numbers of a tensor in a file. Raises ConfigError if one is NaN or infinite."""
+    """Return the numbers of a tensor in a file. Raises ConfigError if a number is NaN or infinite."""
     if not torch.stack(numbers.aminmax()).isfinite().all():  # aminmax copies nothing and passes NaN on
         problem = f"{file}: {tensor} has a number that is NaN or infinite; expected finite ones"
         raise ConfigError([f"{problem}; download or export the file again, or take another model"])
@@ -303,13 +303,13 @@ def _read(tensor: Any, ranges: list[tuple[slice, Tensor]]) -> Tensor:
 
 
 def local_indices(parameter: Tensor, dim: int) -> Tensor:
-    """Return the indices, in order, of a dimension of the full tensor that are in this rank's shard. DTensor itself
-    shards the indices, so that every placement is supported, private ones included."""
+    """Return the indices, in order, of a dimension of the full tensor that are in this rank's shard. DTensor shards the
+    indices, so that every placement is supported, including torch's private placements."""
     shape = [1] * parameter.dim()
     shape[dim] = parameter.shape[dim]
     indices = torch.arange(shape[dim]).view(shape)
     if isinstance(parameter, DTensor):
-        # Replicate and Partial have no `dim`.
+        # The placements Replicate and Partial have no `dim`.
         placements = [each if getattr(each, "dim", None) == dim else Replicate() for each in parameter.placements]
         # With src_data_rank=None nothing is communicated: every rank already has all indices.
         indices = distribute_tensor(indices, parameter.device_mesh, placements, src_data_rank=None).to_local().cpu()

@@ -33,7 +33,7 @@ SECONDS_AFTER_A_FAILURE = RECORD_SECONDS + 2
 SECONDS_AFTER_THE_END = 30.0
 """Seconds for which the launcher waits for other nodes after its own ranks have finished."""
 SECONDS_TO_SAVE = 600
-"""Seconds that ranks have to save a checkpoint when nodes join, before all ranks are started anew."""
+"""Seconds that ranks have to save a checkpoint when nodes join, before all ranks are restarted."""
 
 
 class NewStores:
@@ -80,7 +80,7 @@ class Agent(LocalElasticAgent):
 
     signals: LauncherSignals
     restarts = 0
-    """How often all ranks have been started anew after a failure."""
+    """How often all ranks have been restarted after a failure."""
     statuses: Mapping[int, int] = {}
     """Exit status by rank, of the ranks that failed first in this attempt; a negative status is a signal's number."""
 
@@ -111,7 +111,7 @@ class Agent(LocalElasticAgent):
         return ranks_store(group.master_addr, group.master_port, timeout_seconds=3)
 
     def _record(self, rank: int, status: int) -> str:
-        """Record the failure of a rank that could not record it itself, so that all ranks end. Return a message to
+        """Record the failure of a rank that a signal killed, for example, so that all ranks end. Return a message to
         print later; "" if the rank was asked to stop, or another rank failed first."""
         is_alone = self.get_worker_group().workers[0].world_size == 1
         if status == 2 or (status == 1 and (self.signals.stopping or is_alone)):
@@ -142,7 +142,7 @@ def run_ranks(
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)  # silence torch's reports: this module prints its own
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # LauncherSignals passes other signals on to the ranks
-    signal.pthread_sigmask(signal.SIG_BLOCK, process.SIGNALS)  # blocked in each rank until its signal handlers exist
+    signal.pthread_sigmask(signal.SIG_BLOCK, process.SIGNALS)  # blocked in each rank until signal handlers exist
     parameters, local_address = rendezvous(environment)
     store, place = NewStores(parameters, local_address), {"local_world_size": ranks, "local_addr": local_address}
     program = {"entrypoint": command[0], "args": tuple(command[1:])}

@@ -165,8 +165,8 @@ class FolderLock:
         return True
 
     def _withdraw(self, found: bytes | None) -> None:
-        """Remove the lock file if its content is still `found`. Rename it first: of two processes that remove the same
-        dead lock, the later one must not remove the new lock of the earlier one."""
+        """Remove the lock file if its content is still `found`. Rename it first: if two processes remove the same dead
+        lock, the later process must not remove the earlier one's new lock."""
         aside = self.path.with_name(f"{self.path.name}.{self.token}.old")
         with contextlib.suppress(FileNotFoundError):
             os.rename(self.path, aside)

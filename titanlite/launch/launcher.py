@@ -92,7 +92,7 @@ def check_folders(loaded: LoadedConfig[Config]) -> None:
 
 
 def load_and_check(argv: list[str], use: Callable[[LoadedConfig[Config]], Any]) -> LoadedConfig[Config]:
-    """Load a config. Raises ConfigError with the problems of options and folders, and those that `use` raises."""
+    """Load a config. Raises ConfigError with all problems of options, of folders and from `use`."""
     problems, checks, (own, options) = list[str](), [use, check_folders], take_own(argv)
     try:
         loaded = load(options, own)

@@ -27,7 +27,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 STARTED_BY = "TITANLITE_LAUNCHER"
 """Environment variable: the process ID of the launcher that started a rank."""
 ENDS_WITH_STDIN = "TITANLITE_ENDS_WITH_STDIN"
-"""Environment variable of a command's ranks, which end when the command ends and thereby closes their input."""
+"""Environment variable of a command's ranks: a rank ends when its standard input closes, as the command ends."""
 STOPPED = 128 + signal.SIGTERM
 """Exit status of a rank that was asked to stop before it had anything to save."""
 SECONDS_OF_A_STALL = 10
@@ -166,7 +166,7 @@ def start_rank() -> None:
         return
     prepare(is_command=False)
     signals.listen(signals.received_by_rank)
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is torchrun; a shell could end earlier
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is torchrun; another parent, such as a shell, may end early
         _end_with_parent()
     if folder := os.environ.get(LOG_FOLDER):
         keep_log(folder)

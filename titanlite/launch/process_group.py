@@ -84,7 +84,7 @@ def process_group(
 
         require_same(options)
     yield
-    # The barrier follows only a success: after an exception, other ranks may never reach it.
+    # The barrier is skipped after an exception, since other ranks may then never reach the barrier.
     dist.barrier()
     dist.destroy_process_group()
 

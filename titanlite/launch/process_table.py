@@ -32,7 +32,7 @@ def process_start_time(pid: int) -> str | None:
     except OSError:  # /proc may hide other users' processes (hidepid)
         try:
             os.kill(pid, 0)
-        except OSError as error:  # after any other error, the process exists
+        except OSError as error:  # any other error means that the process exists
             return "" if isinstance(error, ProcessLookupError) else None
         return None
     return "" if fields[0] in "ZX" else fields[19]

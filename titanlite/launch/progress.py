@@ -73,7 +73,7 @@ class Activity:
     name: str = "starting"
     step: int = 0
     number: int = 0
-    """Number of activities that the main thread began before this one: a rank with a smaller number is behind."""
+    """Number of activities that the main thread began before: a rank with a smaller number is behind other ranks."""
     since: float = dataclasses.field(default_factory=now)
     """Time on the clock of `now` at which the activity began or last made progress."""
     limited: bool = True
@@ -92,7 +92,7 @@ _longest_at_first: dict[str, float] = {}  # most seconds in the first step, whic
 
 def mark(name: str, step: int | None = None, *, limited: bool = True) -> None:
     """Record the activity that the main thread begins; without `step`, the step's number stays. limited=False: no time
-    limit, since the activity waits for another rank, which has one."""
+    limit, since the activity waits for another rank, whose activity has a limit."""
     global current
     begin, last = now(), current
     _longest[last.name] = max(_longest.get(last.name, 0.0), begin - last.since)

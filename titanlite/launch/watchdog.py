@@ -32,7 +32,7 @@ INTERVAL_SECONDS = 1.0
 
 
 class Watchdog(OneRank):
-    """Writes this rank's heartbeats, and watches those of other ranks."""
+    """Writes this rank's heartbeats, and watches other ranks' heartbeats."""
 
     def __init__(self, launch: Launch, comm: Comm, dump_folder: Path):
         super().__init__(launch)

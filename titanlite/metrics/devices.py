@@ -101,7 +101,7 @@ class Device(Section):
     architecture: Literal["ampere", "hopper", "blackwell", "ada", "cdna3"] = "hopper"
     """The architecture whose efficiencies (tools/plan/efficiency.py) a plan uses for a GPU without `measured`."""
     kind: Literal["gpu", "cpu"] = "gpu"
-    """cpu: the host itself runs the operators, one after the other; gpu: a device runs them."""
+    """cpu: the host runs operators synchronously; gpu: a device runs the operators that the host launches."""
     measured: Union[Measured, None] = None
     """Measurements of `titanlite calibrate`; None: the plan uses the data sheet's rates."""
 
@@ -113,7 +113,7 @@ DEVICES = {
 
 
 def find_by_gpu_name(name: str) -> Device | None:
-    """Return the first device whose name_pattern is in `name`, from torch.cuda.get_device_name; None without one."""
+    """Return the first device whose name_pattern is in `name`, from torch.cuda.get_device_name; else None."""
     return next((device for device in DEVICES.values() if device.name_pattern and device.name_pattern in name), None)
 
 

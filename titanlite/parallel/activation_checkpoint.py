@@ -1,4 +1,4 @@
-"""Activation checkpointing (AC): save few activations in a block's forward, and recompute the others in its backward
+"""Activation checkpointing (AC): save few activations in a block's forward, and recompute all others in its backward
 (arXiv:1604.06174; torch.utils.checkpoint). Losses and gradients stay the same, bit for bit. Only a block's `forward` is
 replaced, so that parameters keep their names and FSDP's hooks run only once."""
 
@@ -34,7 +34,8 @@ def _saved_operators(option: str) -> list[Any]:
 
 
 def _every_second_mm() -> Any:
-    """Return the contexts of forward and recomputation; every second matrix product's result is saved."""
+    """Return the contexts for a block's forward and for recomputing it, which save every second matrix product's
+    result."""
     saved, counts = set(_saved_operators("op")), {False: 0, True: 0}  # matrix products so far, by context.is_recompute
 
     def policy(context: SelectiveCheckpointContext, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:

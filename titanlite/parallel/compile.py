@@ -1,4 +1,4 @@
-"""Apply torch.compile to each block: since blocks are alike, the code compiled for the first block serves all."""
+"""Apply torch.compile to each block: blocks have the same structure, so the first block's compiled code serves all."""
 
 import functools
 

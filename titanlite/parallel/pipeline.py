@@ -30,7 +30,7 @@ def pipeline_stage(
     dtype: torch.dtype,
     device: torch.device,
 ) -> PipelineStage:
-    """Return the PipelineStage that torch's schedules need. The keyword arguments are those of PipelineRunner."""
+    """Return the PipelineStage that torch's schedules need. Keyword arguments: as for PipelineRunner."""
     # From example inputs and outputs, torch knows shapes and which tensors need gradients without running a microbatch.
     n_tokens = hidden_shape[0] * parallelism.tensor_parallel_degree  # a tp rank sends only its shard of the tokens
     batch_size = parallelism.pipeline_parallel_microbatch_size
@@ -113,7 +113,7 @@ class PipelineRunner:
         outputs: dict[int, Tensor] = {}  # stage outputs of the previous tick, by the number of the next stage
         for tick in range(len(microbatches) + n_stages - 1):
             due = [number for number in self.stages if 0 <= tick - number < len(microbatches)]
-            inputs = {number: outputs.pop(number) for number in due if number in outputs}  # from this rank's own stages
+            inputs = {number: outputs.pop(number) for number in due if number in outputs}  # sent by this rank itself
             received = [number for number in due if number and number not in inputs]
             inputs |= {n: torch.empty(self.hidden_shape, dtype=self.dtype, device=self.device) for n in received}
             messages = [(dist.isend, outputs[number], self._rank_of[number]) for number in outputs]

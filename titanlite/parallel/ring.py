@@ -87,8 +87,8 @@ def _keys_of_steps(
 
 
 def _send_ahead(ring: dist.ProcessGroup, hop: int, *buffers: Tensor) -> Callable[[], list[Tensor]]:
-    """Start to send buffers to the ring rank that is `hop` ranks ahead, and to receive from the one `hop` ranks behind.
-    The returned function waits for the received buffers."""
+    """Start to send buffers to the ring rank that is `hop` ranks ahead, and to receive from the rank `hop` ranks
+    behind. The returned function waits for the received buffers."""
     rank, size = ring.rank(), ring.size()
     received = [torch.empty_like(buffer) for buffer in buffers]
     sends = [dist.P2POp(dist.isend, x, group=ring, group_peer=(rank + hop) % size) for x in buffers]

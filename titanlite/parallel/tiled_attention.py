@@ -22,9 +22,9 @@ from titanlite.parallel.ulysses import heads_to_sequence, sequence_to_heads
 
 class TiledAttention(nn.Module):
     """Computes model.ScaledDotProductAttention over sequences that tiles.local_positions splits over ranks. The groups
-    are those of mesh.Layout, `backend` is a name in ATTENTION_BACKENDS. With `window` > 0, position t of a sequence
-    attends only to positions t - window + 1 to t of the same document. `sinks`: for each head, the score of one more
-    key with value 0 (techniques/attention_sinks.py)."""
+    are from mesh.Layout, `backend` is a name in ATTENTION_BACKENDS. With `window` > 0, position t of a sequence attends
+    only to positions t - window + 1 to t of the same document. `sinks`: for each head, the score of one more key with
+    value 0 (techniques/attention_sinks.py)."""
 
     def __init__(
         self, ring_group: Group, ulysses_group: Group, backend: str, window: int = 0, sinks: nn.Parameter | None = None
@@ -49,7 +49,7 @@ class TiledAttention(nn.Module):
         if positions is not None and (positions.shape != (batch, sequence) or not positions.is_cpu):
             actual = f"{list(positions.shape)} on {positions.device}"
             raise ValueError(f"document_positions: expected [{batch}, {sequence}] in host memory, got {actual}")
-        window = self.window if self.window < sequence * self.ring_size else 0  # a window of 0 hides no key
+        window = self.window if self.window < sequence * self.ring_size else 0  # 0 means that no key is hidden
         rank = _GROUPS[self.ulysses].rank() if self.ulysses else 0
         sinks = None if self.sinks is None else local_shard(self.sinks).chunk(ranks)[rank]
         return _attention(q_BTHK, k_BTGK, v_BTGK, positions, sinks, self.ring, self.ulysses, self.backend, window)[0]

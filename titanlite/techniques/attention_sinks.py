@@ -23,7 +23,7 @@ class SinkAttention(ScaledDotProductAttention):
         self.sinks = nn.Parameter(torch.empty(model.n_heads))
 
     def forward(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Documents | None = None) -> Tensor:
-        """Return the output [B, T, H, K]. The arguments are those of ScaledDotProductAttention.forward."""
+        """Return the output [B, T, H, K]. Arguments: as for ScaledDotProductAttention.forward."""
         if documents is not None:
             return super().forward(q_BTHK, k_BTGK, v_BTGK, documents)  # the base class calls forward once per document
         q_BHTK, k_BGTK, v_BGTK = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))

@@ -1,7 +1,7 @@
 """Activation checkpointing over groups of blocks: only the first block of a group saves its inputs, O(sqrt(L)) of L
 layers (arXiv:1604.06174, section 4.2; Megatron-LM's uniform method). A group's backward first recomputes the group;
-during that, each block saves what `mode` says. "none": all of its activations. "full": its inputs, from which the block
-is recomputed once more; this takes least memory and most time."""
+during that, each block saves what `mode` determines. "none": all of its activations. "full": its inputs, from which the
+block is recomputed once more; this takes least memory and most time."""
 
 import functools
 import itertools
@@ -47,11 +47,11 @@ def _run_group(
     calls: list[tuple[nn.Module, Tensor, Documents | None]], times: Iterator[int], reshards: bool, x_ND: Tensor
 ) -> Tensor:
     """Run a group's blocks, each given with its arguments except x, and return the result. The first item of `times` is
-    the group's forward; later items are recomputations.
+    the group's forward; later items recompute it.
 
-    During a recomputation, FSDP's hooks free a block's weights only after the block's backward, so that all weights of
-    the group would be gathered at the same time. Therefore this function gathers each block's weights while the block
-    before runs, and frees them after the block, except in the last two blocks, whose backward comes first."""
+    When a group is recomputed, FSDP's hooks free a block's weights only after the block's backward, so that all weights
+    of the group would be gathered at the same time. Therefore this function gathers each block's weights while the
+    block before runs, and frees them after the block, except in the last two blocks, whose backward comes first."""
     is_forward = next(times) == 0
     for number, (block, rope_TK2, documents) in enumerate(calls):
         if is_forward:

@@ -51,7 +51,7 @@ class LatentAttention(nn.Module):
         return [*q_latent, self.kv_norm(kv_NL), k_NR]
 
     def forward(self, x_ND: Tensor, rope_TK2: Tensor, documents: Documents | None) -> Tensor:
-        """Return the output [N, D]. The arguments are those of model.Attention.forward."""
+        """Return the output [N, D]. Arguments: as for model.Attention.forward."""
         sizes = -1, rope_TK2.shape[-3]  # -1 infers this rank's number of sequences (below: of heads)
         *q_latent, kv_NL, k_NR = self.latents(x_ND)
         q_NHK = (self.wq_b(*q_latent) if self.wq is None else self.wq(x_ND)).unflatten(-1, (-1, self.head_dim))

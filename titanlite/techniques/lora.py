@@ -35,7 +35,7 @@ class Adapters(nn.Module):
         super().__init__()
         names = _targets(stage, lora)
         self.lora, self.names = lora, sorted(set().union(*names.values()))
-        self.stage = (stage,)  # in a tuple, since torch would register a plain attribute as a submodule: a cycle
+        self.stage = (stage,)  # a tuple hides the stage from torch, which would register it as a submodule: a cycle
         if not all(names.values()):  # layers of a target may be in another pipeline stage
             full = model()
             if missing := [target for target, found in _targets(full, lora).items() if not found]:
@@ -101,7 +101,7 @@ def add_adapter(layer: nn.Linear, lora: Lora) -> None:
 
 @functools.cache
 def _adapted_class(kind: type[nn.Linear]) -> type[nn.Linear]:
-    """Return a subclass with adapters, shared by all layers: torch.compile would compile each other `forward` anew."""
+    """Return a subclass with adapters, shared by all layers: torch.compile would recompile for another `forward`."""
     return type(kind.__name__, (kind,), {"forward": _adapted, "base_forward": kind.forward})
 
 

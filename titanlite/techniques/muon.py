@@ -266,7 +266,7 @@ def stage_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     if mesh["pp"].size() == 1:
         return dist.group.WORLD
     ranks = mesh.mesh[mesh.get_local_rank("pp")].flatten().tolist()
-    return dist.new_group(ranks, use_local_synchronization=True)  # with all backends: Muon._of_ranks needs gloo
+    return dist.new_group(ranks, use_local_synchronization=True)  # all backends, since Muon._of_ranks needs gloo
 
 
 def build_muon(

@@ -3,7 +3,7 @@
 If a query head's largest logit in the global batch was above the threshold, weights are scaled after the optimizer
 step, so that the head's logits change by the factor gamma = threshold / largest:
 
-- If each query head has a KV head of its own, the weights of queries and of keys are scaled by sqrt(gamma).
+- If each query head has its own KV head, the weights of queries and of keys are scaled by sqrt(gamma).
 - If several query heads share a KV head, only the weights of queries are scaled, by gamma.
 - In latent attention, the channels without rotary embedding are scaled by sqrt(gamma) in queries and keys. Rotated
   queries are scaled by gamma; rotated keys, which all heads share, are not scaled.

@@ -141,7 +141,7 @@ def _and_more(names: list[str]) -> str:
 
 def _explanation(found: list[tuple[int, list[int], str]]) -> str:
     """Return in one line which ranks computed or store which wrong values. A wrong loss is the rank's own error.
-    Gradients are summed over ranks, so a wrong one may be another rank's, and is named only if no loss is wrong."""
+    Gradients are summed over ranks, so a wrong gradient is named only if no loss is wrong."""
     kinds = [
         "computed twice with different results",
         "computed twice with different results (or got it from a rank that did)",

@@ -86,7 +86,7 @@ def _config_and_type(folder: Path) -> tuple[JsonObject, str]:
     """Return the values and the model type of a folder's config.json. Raises ConfigError for an unsupported type."""
     problems: list[str] = []
     config = JsonObject(f"{folder / 'config.json'}: ", read_json_object(folder / "config.json"), problems)
-    if config.values.get("model_type") == "kimi_k2":  # a DeepSeek-V3 by a name that transformers lacks
+    if config.values.get("model_type") == "kimi_k2":  # kimi_k2 is a DeepSeek-V3 under another name
         config.values["model_type"] = "deepseek_v3"
     model_type = config.values.get("model_type")
     if isinstance(model_type, str) and model_type not in FAMILIES:

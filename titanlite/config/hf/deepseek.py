@@ -9,7 +9,7 @@ from titanlite.config.hf.values import JsonObject
 from titanlite.config.loader import ConfigError, Section, show, value_of
 
 NORM_EPS = 1e-6
-"""Epsilon of the norms of latents in transformers, whatever rms_norm_eps is."""
+"""Epsilon of the norms of latents in transformers, which does not depend on rms_norm_eps."""
 WIDTHS = DEFAULTS["latents"]
 
 

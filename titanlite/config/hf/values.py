@@ -12,7 +12,7 @@ from titanlite.config.loader import ConfigError, show
 from titanlite.config.regular_file import read_file
 
 LARGEST_FILE, LARGEST = 2**20, 2**31 - 1
-"""Most bytes of a config.json, and the largest integer in one."""
+"""Most bytes of a config.json, and the largest integer in a config.json."""
 
 
 def read_json_object(file: Path, content: bytes | None = None) -> dict[str, Any]:

@@ -178,7 +178,7 @@ class BestFit:
     """The packed sequences of a split, each read from the token cache when the sequence is needed."""
 
     def __init__(self, cache: TokenCache, split: Split, training: Training):
-        has_targets = training.dataset_format != "text"  # only conversations have tokens without a target
+        has_targets = training.dataset_format != "text"  # conversations have a bit for untrained tokens
         self.cache, self.split, self.seq_len = cache, split, training.seq_len
         self.long: LongDocuments = training.long_conversations if has_targets else "split"
         self.not_trained = token_shards.not_trained_bit(cache.index.dtype) if has_targets else 0

@@ -1,7 +1,7 @@
 """Chat templates turn the messages of a conversation into tokens, and tell which tokens the assistant wrote.
 transformers renders templates in jinja2's sandbox, in which a template can reach neither files nor code. The template
-may write special tokens, but a special token in a message is ordinary text, unless an option says otherwise: while the
-template runs, two other characters replace the special tokens of messages."""
+may write special tokens, but a special token in a message is ordinary text, unless special_tokens_in_text = "special":
+while the template runs, two other characters replace the special tokens of messages."""
 
 import contextlib
 import functools
@@ -35,7 +35,7 @@ TAGS = {
     "generation": rf"{{%\1 generation %}}{{% if true %}}{{{{'{BEGIN}'}}}}{{% endif \2%}}",
     "endgeneration": rf"{{%\1 if true %}}{{{{'{END}'}}}}{{% endif %}}{{% endgeneration \2%}}",
 }
-"""Replacements of a template's two tags: jinja2 blocks, too, so that white space beside them is still trimmed."""
+"""Replacements of a template's two tags: jinja2 blocks, too, so that white space around the tags is still trimmed."""
 Regions = list[tuple[str, bool]]
 """Consecutive regions of a rendered text: the text of a region, and whether it is trained on."""
 

@@ -197,7 +197,7 @@ class MixedSequences:
         counts, left = [0.0] * len(self.components), float(n)
         while left and (active := {i: self.components[i] for i in self._active(counts)}):
             total = sum(each.share for each in active.values())
-            ends = {}  # sequences that follow before a dataset reaches its limit, by dataset
+            ends = {}  # number of sequences until a dataset reaches its limit, by dataset
             for i, each in active.items():
                 ends[i] = math.inf if each.limit is None else (each.limit - counts[i]) * total / each.share
             taken = min(left, *ends.values())

@@ -82,7 +82,7 @@ def read(folder: Path, step: int) -> tuple[Description, dict[str, Tensor]]:
     for name, tensor in tensors:
         if NAME.fullmatch(name) and (tensor["dtype"], tensor["shape"]) == ("F64", [SIZE]):
             fingerprints[name] = own = torch.frombuffer(tensor["data"], dtype=torch.float64)
-            if not (own[0] < 0 or own[1:].square().mean() > LARGEST_SQUARE * own[0]):  # true for NaN
+            if not (own[0] < 0 or own[1:].square().mean() > LARGEST_SQUARE * own[0]):  # NaN makes this true
                 continue
         expected = f"expected a phase, the name of a tensor, and {SIZE} float64 numbers: squared norm, inner products"
         raise ConfigError([f"{path}: {show(name[:80])}: {expected}"])

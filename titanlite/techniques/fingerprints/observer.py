@@ -110,7 +110,7 @@ class Fingerprints(Observer):
             self._full = {}
             self._add_weights_and_states("input")
         tensors = named_tensors(self.train_step.model)
-        for name in tensors.keys() - self._names.values():  # the remaining routers' buffers change after the update
+        for name in tensors.keys() - self._names.values():  # the rest: routers' buffers, which change after the update
             self._add_tensor("input", name, tensors[name])
 
     def after_backward(self, step: int, batches: list[Batch], loss_sum: Tensor, *, is_test: bool) -> None:

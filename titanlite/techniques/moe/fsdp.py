@@ -38,7 +38,7 @@ def shard_block_with_experts(
 
 
 def _dimension_of_experts(n_ranks: int, parameter: nn.Parameter) -> Shard | None:
-    """Return the dimension of stacked experts to shard if `n_ranks` does not divide the first one; None: the first."""
+    """Return a dimension of stacked experts to shard if `n_ranks` divides it, but not the first; None: the first."""
     if parameter.dim() < 3:
         return None
     sharded = [placement.dim for placement in getattr(parameter, "placements", ()) if placement.is_shard()]

@@ -41,7 +41,7 @@ class ShardableMixture(MixtureOfExperts):
         placements = {"w1": outputs, "w2": inputs, "w3": outputs, **of_bias}
         for name, _ in list(experts.named_parameters()):
             _distribute(experts, name, expert or tensor, placements[name])
-        is_first = expert is not None or tensor.get_local_rank() == 0  # only one rank adds the bias to the sum
+        is_first = expert is not None or tensor.get_local_rank() == 0  # one rank adds the bias to the sum
         experts.weights = functools.partial(_local_weights, experts, is_first)
         if expert:
             self.sort_key = functools.partial(_by_local_expert, expert.size(), self.router.n_experts)
@@ -54,7 +54,7 @@ class ShardableMixture(MixtureOfExperts):
                 placement = Shard(1 if name == "w2" else 0)
                 _distribute(layer, "weight", tensor, Replicate() if expert else placement)
                 layer.forward = functools.partial(_local_linear, layer)
-            self.router.contributes = is_first  # without EP, only the first tp rank records the load
+            self.router.contributes = is_first  # the first tp rank records the load for all
             self.forward = functools.partial(_on_own_tokens if expert else _on_all_tokens, self.forward, tensor)
 
 

@@ -307,7 +307,7 @@ class Replicas(OneGroup):
         is_new, states = not self._optimizer.state, optimizer_tensors(self._model, self._optimizer)
         for name, state in states.items():
             if is_new and name.endswith(".step"):
-                state.zero_()  # creating states counted as a step: optimizer_tensors takes one without gradients
+                state.zero_()  # undo the step that optimizer_tensors takes to create states
         return plain_tensors(model_tensors(self._model) | states)
 
     def _saved(self) -> dict[str, Any]:
