@@ -111,8 +111,8 @@ class Checkpointer(NoCheckpoints):
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         """Load the newest checkpoint into model and optimizer, and random states if the number of ranks is the same.
         Return the `state` that was passed to `save`, with the key `step`; None without a checkpoint. Raises ConfigError
-        if load_step is not the newest step, the identity differs, or the checkpoint is damaged (with on_corrupt =
-        "previous": if all checkpoints are damaged)."""
+        if load_step is not the newest step, the identity differs, or the checkpoint (with on_corrupt = "previous":
+        every one) is damaged."""
         names = self._from_rank0(self._names.to_resume)  # ranks may see different names on a network disk
         steps = [state_of(Path(name))[0] for name in names]
         if self.checkpoint.load_step not in (-1, *steps[-1:]):

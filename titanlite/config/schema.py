@@ -273,8 +273,7 @@ class Model(Section):
     """b in the factor 1 + b ln(1 + floor(p / rope_original_seq_len)) on queries at position p (Llama 4, Ministral 3). A
     seq_len above rope_original_seq_len is rejected, so the factor is always 1; 0: the model has no such factor."""
     layer_pattern: list[LayerKind] = Field(default=[])
-    """Kinds of layers, in order, each in a table [[model.layer_pattern]]. The pattern repeats until all layers have a
-    kind. Empty: all layers have the options in [model]."""
+    """Kinds of layers, each in a table [[model.layer_pattern]]; the list repeats. Empty: all layers are the same."""
     hf_model_type: str = ""
     """Model type of the exported config.json and of the tensors' names; empty: the first type that supports the model's
     options. from_hf sets this option where the options do not determine the type."""
@@ -749,8 +748,8 @@ class Checkpoint(Section):
     async_mode: Literal["disabled", "async"] = "disabled"
     """async: copy the state to host memory and write it while training continues."""
     on_corrupt: Literal["stop", "previous"] = "stop"
-    """What to do if the newest checkpoint is damaged. previous: rename it to step-N.damaged, and resume from
-    another."""
+    """What to do if the newest checkpoint is damaged. previous: rename it to step-N.damaged, and resume from the
+    next."""
     on_error: Literal["fail", "continue"] = "fail"
     """What to do if a checkpoint cannot be written. fail: end with status 1. continue: print the error, and train on to
     the next save; if the last save fails, the run still ends with status 1."""

@@ -252,8 +252,7 @@ def _model_type(model: Section) -> str:
 
 
 def _types_that_fit(model: Section) -> dict[str, bool]:
-    """Return whether each model type fits a model's options. A model with experts is compared only with types that have
-    experts, any other model only with types that have none."""
+    """Return whether a type fits a model's options, for each type that has experts if and only if the model has."""
     names = WITH_EXPERTS if model.moe.n_experts else [name for name in FAMILIES if not FAMILIES[name].experts]
     fits = {name: FAMILIES[name].allows(model) and layers_fit(model, name) for name in names}
     return {name: fit and (name == "phi3" or not is_long(model)) for name, fit in fits.items()}

@@ -52,8 +52,8 @@ class Family:
     window: int | None = None
     """Default of the key sliding_window, 0 for no window; None: the type does not read the key."""
     kinds: str = ""
-    """How layers may differ. "windows": in their sliding window; "rope": in their window and its RoPE, which is not
-    scaled; "no_rope": in whether they have RoPE."""
+    """How layers may differ. "windows": in the window; "rope": in window and scaling of RoPE; "no_rope": in having
+    RoPE."""
     rotated: float | None = None
     """Default of partial_rotary_factor; None: all channels are rotated."""
     fits: Callable[[Section], bool] = lambda _: True
@@ -96,8 +96,7 @@ def _own_of_gpt_oss(model: Section) -> set[bool]:
 
 
 def _routes(model: Section, own: bool = False, in_every_layer: bool = True, normalizes: bool = True) -> bool:
-    """Return whether routing is a softmax over all experts. `own`: with the features of gpt-oss; `in_every_layer`: in
-    all layers; `normalizes`: with scores that sum to 1."""
+    """Return whether routing is a softmax over all experts. Arguments add conditions."""
     moe = model.moe
     plain = moe.score_function == "softmax" and moe.score_scaling == 1 and not moe.n_shared_experts
     plain = plain and moe.n_groups_per_token == moe.n_groups and (moe.normalize_scores or not normalizes)
