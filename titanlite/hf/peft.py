@@ -1,5 +1,5 @@
 """Export of a checkpoint's LoRA adapters as a folder of Hugging Face's peft: adapter_config.json and
-adapter_model.safetensors. Rows of B have the order of the base's rows in transformers (names.py)."""
+adapter_model.safetensors. Rows of B have the same order as the base weight's rows in transformers (names.py)."""
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
