@@ -50,7 +50,7 @@ HEART = (
 # asynchronous checkpoints.
 LINES_OF_A_RANK_OF_MANY_TECHNIQUES = 11_650
 LINES_OF_A_DEBUG_RUN, LINES_WITH_A_TOKEN_CACHE = 10_300, 9_950
-LINES_OF_THE_PACKAGE = 30_178
+LINES_OF_THE_PACKAGE = 30_180
 """30,122 before LoRA, averages of the weights, epochs, --show, export --verify, the oracle for experts, recomputed
 groups of blocks, logprobs and --gates; 30,643 before comments and docstrings were shortened; 30,070 before adapters of
 experts."""
@@ -64,7 +64,7 @@ CEILINGS = {
     "metrics": 813,
     "files": 323,
     "hf": 889,
-    "techniques": 4800,
+    "techniques": 4802,
     "tools": 9651,
     "other": 331,
 }

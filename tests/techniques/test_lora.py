@@ -2,6 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,7 +49,7 @@ from tests.parallel.test_parity import CPU, STEPS, ZERO_1, ZERO_2, CountCalls, c
 from tests.techniques.moe.test_moe import EP, EP_4, EXPERTS, LOSSES
 from tests.techniques.test_mla import LATENT
 from titanlite import build, config
-from titanlite.metrics.summary import optimization_summary
+from titanlite.metrics.summary import optimization_summary, run_summary
 from titanlite.parallel import fsdp, mesh
 from titanlite.techniques.lora import AdapterOfExperts, add_factors
 from titanlite.techniques.moe.parallel import ShardableMixture
@@ -319,12 +320,30 @@ REJECTED: list[tuple[dict[str, Any], dict[str, str]]] = [
 def test_the_summary_names_the_base(tmp_path: Path):
     for path, base in (("none", "random weights (checkpoint.initial_load_path)"), ("./a/nonesuch", "./a/nonesuch")):
         job = load(tmp_path, {"lora.rank": 4, "checkpoint.initial_load_path": path, "checkpoint.enable": True}).config
-        line, model = optimization_summary(job)[0], job.model
-        n_attention = 2 * (model.dim + model.n_heads * model.head_dim + model.dim + model.n_kv_heads * model.head_dim)
-        n_trained = model.n_layers * 4 * (n_attention + 3 * (model.dim + model.ffn_dim))
-        n_base = sum(build.parameter_sizes(job).values())
-        share = f"{100 * n_trained / n_base:.2g} %"
-        assert line.endswith(f"; trains {n_trained:,} of {n_base:,} parameters ({share}); base: {base}")
+        assert optimization_summary(job, "; trains 1")[0].endswith(f", w3; trains 1; base: {base}")
+
+
+def summary_of_stage(job: config.Config) -> str:
+    """Return a rank's line about LoRA, from the last pipeline stage."""
+    layout, sizes = mesh.build_layout(job.parallelism, CPU), build.parameter_sizes(job)
+    stage = build.build_stage(job, layout, config.schema.stage_modules(job)[-1], CPU)
+    sequences: Any = SimpleNamespace(n_sequences=1)
+    (line,) = (
+        each
+        for each in run_summary(job, sum(sizes.values()), sequences, None, "", {1: stage}).splitlines()
+        if each.startswith("LoRA")
+    )
+    return line
+
+
+def test_the_summary_counts_what_all_stages_train(ranks: Any, tmp_path: Path):
+    options = with_batches(LORA | {"lora__targets": '["wq", "experts"]'} | EXPERTS | PP | {"model__n_layers": 4})
+    job = resolve(tmp_path, 2, options)
+    line, model = ranks(2).run(summary_of_stage, job=job)[0], job.model
+    of_wq = RANK * (model.dim + model.n_heads * model.head_dim)
+    of_expert = RANK * 3 * (model.dim + model.moe.expert_dim)
+    n_trained, n_base = 4 * of_wq + 3 * 4 * of_expert, sum(build.parameter_sizes(job).values())
+    assert f"; trains {n_trained:,} of {n_base:,} parameters ({100 * n_trained / n_base:.2g} %); base: " in line
 
 
 @pytest.mark.parametrize(("settings", "rejected"), REJECTED, ids=lambda each: next(reversed(each)))

@@ -35,7 +35,7 @@ class Adapters(nn.Module):
         target that no layer has or that is not linear, and for a stage without a target."""
         super().__init__()
         names = _targets(stage, lora)
-        self.lora, self.names = lora, sorted(set().union(*names.values()))
+        self.lora, self.full_model, self.names = lora, model, sorted(set().union(*names.values()))
         self.stage = (stage,)  # a tuple hides the stage from torch, which would register it as a submodule: a cycle
         if not all(names.values()):  # layers of a target may be in another pipeline stage
             full = model()
@@ -48,6 +48,12 @@ class Adapters(nn.Module):
         if not self.names:
             stages = "a pipeline stage has none of these layers; set targets that each stage has, or fewer stages"
             raise ConfigError([f"lora.targets = {show(lora.targets)}: {stages}"])
+
+    def n_trained(self) -> int:
+        """Return the number of elements of all adapters of the full model."""
+        model = self.full_model()
+        Adapters(model, self.lora, self.full_model).shard_weights(None, None)
+        return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
     def shard_weights(self, tensor: DeviceMesh | None, expert: DeviceMesh | None) -> None:
         """Add the adapters, sharded like their layers, and freeze all other weights in lora.base_dtype."""

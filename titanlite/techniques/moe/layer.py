@@ -3,7 +3,6 @@
 No tokens are dropped: an expert's tokens are consecutive rows, whose number has no limit.
 Shapes: N tokens, D model width, E experts, F width of an expert, K experts per token, M = N x K pairs."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -86,15 +85,15 @@ class Experts(nn.Module):
         counts_E[1] rows to expert 1, and so on. The scores are factors on the input of w2."""
         w1, w2, w3, *biases = self.weights()
         of_w1, of_w2, of_w3 = (self.adapters[key]() if key in self.adapters else () for key in ("w1", "w2", "w3"))
-        product = functools.partial(_sum, _grouped_product(x_MD, [w1, *of_w1, *of_w2, *of_w3], counts_E))
-        gate_MF, up_MF = product(x_MD, w1, *of_w1), product(x_MD, w3, *of_w3)
+        product = _grouped_product(x_MD, [w1, *of_w1, *of_w2, *of_w3], counts_E)
+        gate_MF, up_MF = _sum(product, x_MD, w1, *of_w1), _sum(product, x_MD, w3, *of_w3)
         if not biases:
-            return product(_SwiGLU.apply(gate_MF, up_MF, scores_M, self.operators, self.clamp), w2, *of_w2)
+            return _sum(product, _SwiGLU.apply(gate_MF, up_MF, scores_M, self.operators, self.clamp), w2, *of_w2)
         numbers_E = torch.arange(len(counts_E), device=counts_E.device)
         expert_M = numbers_E.repeat_interleave(counts_E, output_size=len(x_MD))
         of_gate, of_out, of_up = (F.embedding(expert_M, bias) for bias in biases)  # F.embedding: sums in a fixed order
         hidden_MF = _SwiGLU.apply(gate_MF + of_gate, up_MF + of_up, scores_M, self.operators, self.clamp)
-        return product(hidden_MF, w2, *of_w2) + of_out * scores_M.to(of_out.dtype).unsqueeze(1)
+        return _sum(product, hidden_MF, w2, *of_w2) + of_out * scores_M.to(of_out.dtype).unsqueeze(1)
 
 
 def _sum(product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, *factors: Tensor) -> Tensor:

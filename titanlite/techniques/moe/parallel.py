@@ -129,13 +129,10 @@ def _exchange_at_once(
     sent, received = ([sum(row) for row in each] for each in counts.read(torch.stack((sent_RL, received_RL))))
     order = _transposed(received_RL, sum(received))
     back = inverse(order)
-    x, scores = (Permute.apply(_swap(rows, received, sent, group), order, back) for rows in (x_MD, scores_M))
-    return _swap(Permute.apply(experts.forward(x, scores, received_RL.sum(0)), back, order), sent, received, group)
-
-
-def _swap(x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Exchange rows as `_start` does, and in the backward their gradients. Private API of torch (tried on 2.13)."""
-    return _wait(torch.ops._c10d_functional_autograd.all_to_all_single(x, received, sent, group.group_name))
+    swap = torch.ops._c10d_functional_autograd.all_to_all_single  # private API of torch (tried on 2.13)
+    arriving = (_wait(swap(rows, received, sent, group.group_name)) for rows in (x_MD, scores_M))
+    y = experts.forward(*(Permute.apply(rows, order, back) for rows in arriving), received_RL.sum(0))
+    return _wait(swap(Permute.apply(y, back, order), sent, received, group.group_name))
 
 
 def _transposed(counts_AB: Tensor, n_rows: int) -> Tensor:
