@@ -1,5 +1,6 @@
 """Pools of ranks on this machine. A pool runs many calls, since starting a rank takes seconds, a call milliseconds."""
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
@@ -52,14 +53,15 @@ class ProcessPool:
         and RankDied if a process ended; in both cases the pool is closed, since other ranks may hang."""
         self.calls += 1
         for pipe in self._pipes:
-            pipe.send((call, arguments))
+            with contextlib.suppress(ConnectionError):  # the process has died, which the answer says
+                pipe.send((call, arguments))
         results, errors, kind = [], [], RankError
         for rank, pipe in enumerate(self._pipes):
             error, result = "no answer", None
             if pipe.poll(self.timeout_seconds * 2 if not errors else 1):
                 try:
                     error, result = pipe.recv()
-                except EOFError:
+                except (EOFError, ConnectionError):
                     error, kind = "process died", RankDied
             results.append(result)
             if error:
