@@ -141,7 +141,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "document mask, cp 2": Case(DOCUMENTS | CP, always=True),
     "document mask, ulysses 2": Case(DOCUMENTS | ULYSSES, always=True),
     "document mask, ring 2 x ulysses 2": DOCUMENTS | USP,
-    "document mask, pp": DOCUMENTS | PP,
+    "document mask, pp": Case(DOCUMENTS | PP, always=True),
     # Activation checkpointing (AC)
     **{f"{mode} AC, {name}": Case({"activation_checkpoint__mode": mode} | AXES[name],
                                   always=(mode, name) == ("selective", "cp"))
