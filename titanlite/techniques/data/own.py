@@ -13,8 +13,8 @@ from titanlite.loss import IGNORED
 
 
 class OwnSequences:
-    """Sequences of a user's object. data[index] is T + 1 tokens or a titanlite.data.packing.Sequence, the same at any
-    time and on any rank. Past len(data), if the object has a len, the sequences repeat or, if `pads`, are padding."""
+    """Sequences of a user's object. data[index] is T + 1 tokens or a titanlite.data.packing.Sequence, the same at every
+    call and on every rank. Past len(data), if the object has a len, the sequences repeat or, if `pads`, are padding."""
 
     def __init__(self, data: Any, training: Training, vocab_size: int, *, pads: bool = False):
         self.data, self.seq_len, self.vocab_size, self.pads = data, training.seq_len, vocab_size, pads
@@ -42,7 +42,7 @@ class OwnSequences:
     read = PackedSequences.read
 
     def state(self, position: int) -> dict[str, Any]:
-        """Return the state after `position` sequences were trained on (but maybe more were read), as plain JSON."""
+        """Return the state after training on `position` sequences, even if more were read, as plain JSON."""
         return {"own": self.data.state(position)} if hasattr(self.data, "state") else {}
 
     def resumed(self, loader_state: dict[str, Any] | None) -> OwnSequences:
@@ -54,7 +54,7 @@ class OwnSequences:
 def open_own(
     build: Any, model: Model, training: Training, debug: Debug, validates: bool = False
 ) -> tuple[OwnSequences, OwnSequences | None, str]:
-    """Return own data's training and validation split, and identity. Raises ConfigError for options of datasets."""
+    """Return own data's training split, validation split and identity. Raises ConfigError for dataset options."""
     others = {"datasets": training.datasets, "streaming": training.streaming}
     problems = [f"training.{key}: own.data has the sequences; leave it out" for key in others if others[key]]
     arguments = training, model.vocab_size
