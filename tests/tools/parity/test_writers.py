@@ -84,12 +84,12 @@ BUGS = {
     "none_experts": "equal: the largest distance, of ",
     "mean_of_means": f"gradients and loss are {MEANS}, each a mean over its own tokens",
     "sum_in_a_pipeline": "gradients are 144.0 x too large: valid tokens = 144",
-    "stages_initialized_again": "",
-    "gathered_logits": "gradients are different, and not by a factor",
-    "copies_counted": "",
+    "stages_initialized_again": "gradients are different, and not by a factor",
+    "gathered_logits": "loss is 1.14249 x too large",
+    "copies_counted": "gradient norm is, for the program's own gradients, too large by 8.4e-05 of its size",
     "scores_of_own_experts": "different, and not by a factor; the most: gradient layers.0.feed_forward.router.weight",
-    "balance_loss_of_each_batch": "",
-    "experts_omitted": "",
+    "balance_loss_of_each_batch": "the balance loss is 4.0 x too large: accumulation steps = 4",
+    "experts_omitted": "gradient norm is, for the program's own gradients, too small by 7.8e-04 of its size",
 }
 """The bugs of examples/verify/bugs_of_2026.py, and what the report says of each."""
 
