@@ -141,7 +141,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "document mask, cp 2": Case(DOCUMENTS | CP, always=True),
     "document mask, ulysses 2": Case(DOCUMENTS | ULYSSES, always=True),
     "document mask, ring 2 x ulysses 2": DOCUMENTS | USP,
-    "document mask, pp": Case(DOCUMENTS | PP, always=True),
+    "document mask, pp": DOCUMENTS | PP,
     # Activation checkpointing (AC)
     **{f"{mode} AC, {name}": Case({"activation_checkpoint__mode": mode} | AXES[name],
                                   always=(mode, name) == ("selective", "cp"))
@@ -721,6 +721,22 @@ def test_a_validation_leaves_no_weight_gathered(ranks, tmp_path, stopped):
     """A save would find no shards."""
     job = resolve(tmp_path, 2, with_batches(SHARD | {"fsdp_reshard_after_forward": "never"}))
     assert ranks(2).run(gathered_after_a_validation, job=job, stopped=stopped) == [[], []]
+
+
+def losses_of_both_passes(job: config.Config) -> list[tuple[float, float]]:
+    """Return this rank's sums of token losses as a validation and as a step computes them, batch by batch."""
+    run, one = TrainingRun(job, CPU), torch.ones((), dtype=torch.float64)
+    runner, batches = run.train_step.runner, run.loader.next()
+    run.loader.close()
+    return [(runner.forward(batch).item(), runner.forward_backward(batch, one).item()) for batch in batches]
+
+
+def test_a_pipeline_validates_microbatches_with_their_own_documents(ranks, tmp_path):
+    """In the reference's validation batch, the first documents of both microbatches end beyond the valid targets."""
+    job = resolve(tmp_path, 2, with_batches(DOCUMENTS | PP))
+    first, last = ranks(2).run(losses_of_both_passes, job=job)
+    assert first == [(0, 0)] * 2
+    assert all(forward == pytest.approx(step, rel=1e-13) and step > 10 for forward, step in last)
 
 
 def timeouts(job: config.Config) -> set[float]:

@@ -254,7 +254,7 @@ PARALLEL = [
     Mutant("parallel/pipeline.py", "all microbatches of a validation have the positions of the first",
            "microbatch.tokens), **microbatch.inputs())",
            "microbatch.tokens), **microbatches[0]._replace(targets=microbatch.targets).inputs())",
-           LAYOUT + " -k 'test_layout_matches_reference and document and pp'"),
+           LAYOUT + " -k their_own_documents"),
     Mutant("torch_workarounds.py", "tokens of other ranks' shards get the embedding of row 0",
            ", weight_VD).where(is_local_N.unsqueeze(-1), 0)", ", weight_VD)", TP),
     Mutant("techniques/norm_over_heads.py", "the norm of all heads divides by the channels of this rank",
