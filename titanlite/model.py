@@ -41,8 +41,8 @@ class ScaledDotProductAttention(nn.Module):
         self.register_parameter("sinks", None)  # set by techniques/attention_sinks.py
 
     def forward(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Documents | None = None) -> Tensor:
-        """Return [B, T, H, K]. Query head h attends to KV head h * G // H. `documents` None: sequences are
-        documents."""
+        """Return [B, T, H, K]. Query head h attends to KV head h * G // H. `documents` None: a sequence is one
+        document."""
         if documents is None:
             q_BHTK, k_BGTK, v_BGTK = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
             grouped, length = q_BHTK.shape[1] != k_BGTK.shape[1], q_BHTK.shape[2]
@@ -227,8 +227,8 @@ class Llama(nn.Module):
         """Return logits [B, T, V], or the loss if there are targets; from a stage without output head, return [N, D].
         `tokens`: [B, T] token ids; in a stage without embedding, the input [N, D] of its first layer. `positions`: [T]
         or [B, T], the position of each token for the rotary embedding; None: 0 .. T-1, where T is max_seq_len in a
-        stage without embedding. `documents` None: a sequence is one document. `targets`: [B, T] token ids; -100:
-        none."""
+        stage without embedding. `documents` None: a sequence is one document. `targets`: [B, T] token ids; -100: no
+        loss."""
         length = self.max_seq_len if self.tok_embeddings is None else tokens.shape[1]
         ropes = (self.rope[:, :length] if positions is None else self.rope[:, positions]).unbind()
         x_ND = tokens if self.tok_embeddings is None else self.embed(tokens, positions)

@@ -69,7 +69,7 @@ class NothingToReduce:
 def gather_with(block: nn.Module, module: nn.Module) -> None:
     """Have FSDP gather the weights of `module`, a part of `block`, before the block's forward. If FSDP gathered weights
     inside the block, activation checkpointing would run FSDP's operators again, and the compiler would see them. Remove
-    when fully_shard has an option for it. Private: the handles of a module's two hooks (tried on 2.11 and 2.13)."""
+    when fully_shard has such an option. Private: the handles of a module's two hooks (tried on 2.11 and 2.13)."""
     state = module._get_fsdp_state()
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()

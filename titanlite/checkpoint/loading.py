@@ -41,7 +41,7 @@ def load_checkpoint(
     saved = _with_optimizer(state["identity"], state["config"])
     own = _with_optimizer(checkpointer.identity, checkpointer.config if state["config"] else {})
     options["lora.base"] = " weights in checkpoint.initial_load_path, whose hash it is"
-    both_lora = "lora.rank" in saved and "lora.rank" in own  # if only one run has LoRA, compare nothing but lora.rank
+    both_lora = "lora.rank" in saved and "lora.rank" in own  # if only one run has LoRA, report only lora.rank of [lora]
     differences = [
         f"{path}: saved with {f'{key} = ' * (key in saved)}{_value(key, saved)}, and this run has {_value(key, own)}; "
         f"resume with the same{options.get(key, '')}, or start in another job.dump_folder "

@@ -1,5 +1,5 @@
 """The index of a checkpoint: manifest.json tells which file has which slice of which tensor. The manifest contains no
-code. Types, sizes and checksums are verified, and whether a tensor's slices cover each element exactly once."""
+code. Types, sizes and checksums are verified, and so is whether a tensor's slices cover each element exactly once."""
 
 import functools
 import json

@@ -71,7 +71,7 @@ class NoCheckpoints:
         return contextlib.nullcontext()
 
     def confirm(self, step: int) -> None:
-        """Record that a step's loss was finite, and rename earlier checkpoints as good. May raise TrainingError."""
+        """Mark the checkpoints of earlier steps as good, since a step's loss was finite. May raise TrainingError."""
 
     def after_divergence(self) -> str:
         """Set aside the checkpoints whose weights gave no finite loss, and return text for the error message."""

@@ -44,8 +44,8 @@ def _replica(tensor: DTensor) -> int:
 
 
 def is_on_first_rank(name: str, tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether this rank is the first of the ranks that have a tensor or its shards. An optimizer state that is a
-    plain scalar is on the ranks of the parameter."""
+    """Return whether this rank is the first of the ranks that have a tensor or its shards. A plain scalar, such as an
+    optimizer's step count, counts as being on its parameter's ranks."""
     if name.startswith("optimizer."):
         name = "model." + name.removeprefix("optimizer.state.").rpartition(".")[0]
     tensor = tensors[name]
@@ -62,7 +62,7 @@ def model_tensors(model: nn.Module, *, of_base: bool = False) -> dict[str, Tenso
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return, by name, a model's parameters and the routers' buffers. They share the model's memory."""
+    """Return, by name, a model's parameters and the routers' buffers. The tensors share the model's memory."""
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for name, module in model.named_modules():
         for key in ("balance_bias", "load") if name.endswith(".router") else ():

@@ -555,7 +555,7 @@ class Optimizer(Section):
     enable_cpu_offload: bool = False
     """Keep optimizer states in host memory, and take the step on the CPU; weights and gradients stay on the device."""
     stochastic_rounding: bool = False
-    """Round weights stochastically: small updates of bfloat16 weights survive. Needs training.dtype = "bfloat16"."""
+    """Round weights stochastically, so that small updates have an effect. Needs training.dtype = "bfloat16"."""
 
 
 class LRScheduler(Section):
@@ -749,7 +749,7 @@ class Checkpoint(Section):
     """async: copy the state to host memory and write it while training continues."""
     on_corrupt: Literal["stop", "previous"] = "stop"
     """What to do if the newest checkpoint is damaged. previous: rename it to step-N.damaged, and resume from the
-    next."""
+    checkpoint before it."""
     on_error: Literal["fail", "continue"] = "fail"
     """What to do if a checkpoint cannot be written. fail: end with status 1. continue: print the error, and train on to
     the next save; if the last save fails, the run still ends with status 1."""

@@ -61,7 +61,7 @@ class CacheBuilder:
             index = None
             while index is None:
                 self._wait_for_lock()
-                with contextlib.suppress(FolderInUse):  # a run took over the lock while this process was suspended
+                with contextlib.suppress(FolderInUse):  # another run took over the suspended process's lock
                     self._build_missing()
                     index = Index(dtype=self.dtype, shards=[self.shards[n] for n in range(len(self.segments))])
                     index.publish(self.folder / token_shards.INDEX)

@@ -203,8 +203,8 @@ def read_record(file: Path, kind: type[_Record]) -> _Record:
 
 
 def read_index(folder: Path, dtype: DType) -> Index:
-    """Return tokens.json. Raises as read_record does, and if the dataset (ConfigError) or dtype (DamagedShardError)
-    differs."""
+    """Return tokens.json. Raises the errors of read_record, ConfigError for another dataset, and DamagedShardError for
+    another dtype."""
     index = read_record(folder / INDEX, Index)
     check_dataset(folder / INDEX, index.shards)
     if index.dtype != dtype:

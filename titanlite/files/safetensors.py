@@ -55,8 +55,8 @@ def write(
     path: Path, tensors: Tensors, contents: Iterator[memoryview], metadata: Mapping[str, str] | None = None
 ) -> tuple[int, bytes]:
     """Write a file and wait until its data is on the disk. Return the file's size and header. `contents` yields the
-    bytes of each tensor; only one tensor is in memory at a time. Without `metadata`, the header has checksums. Raises
-    OSError."""
+    bytes of each tensor; only one tensor is in memory at a time. Without `metadata`, the header contains checksums.
+    Raises OSError if the file cannot be written."""
     n_blocks = itertools.count(1)
 
     def write_blocks(content: memoryview) -> list[str]:

@@ -93,7 +93,7 @@ class Device(Section):
     watts: Rate
     """Power at full load, W."""
     devices_per_node: Annotated[int, Field(ge=1)]
-    """Number of devices of a node, which plan.devices_per_node = -1 means."""
+    """Number of devices of a node; plan.devices_per_node = -1 stands for this number."""
     source: str
     """The data sheet or measurement that the figures are from."""
     name_pattern: str = ""

@@ -34,8 +34,8 @@ def _saved_operators(option: str) -> list[Any]:
 
 
 def _every_second_mm() -> Any:
-    """Return the contexts for a block's forward and for recomputing it, which save every second matrix product's
-    result."""
+    """Return the contexts for a block's forward and for recomputing it, which save the results of the first, third, ...
+    matrix product."""
     saved, counts = set(_saved_operators("op")), {False: 0, True: 0}  # matrix products so far, by context.is_recompute
 
     def policy(context: SelectiveCheckpointContext, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:

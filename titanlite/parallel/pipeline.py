@@ -78,7 +78,7 @@ class PipelineRunner:
 
     @property
     def order(self) -> dict[int, list]:
-        """Return each rank's actions; {}: the schedule has no list. Private: the schedule's `pipeline_order`."""
+        """Return each rank's actions, if the schedule lists them. Private: the schedule's `pipeline_order`."""
         return self._schedule.pipeline_order
 
     def _loss(self, loss: Tensor, targets: Tensor) -> Tensor:

@@ -101,7 +101,7 @@ def add_adapter(layer: nn.Linear, lora: Lora) -> None:
 
 @functools.cache
 def _adapted_class(kind: type[nn.Linear]) -> type[nn.Linear]:
-    """Return a subclass with adapters, shared by all layers: torch.compile would recompile for another `forward`."""
+    """Return a subclass of nn.Linear with adapters, the same for all layers, which torch.compile compiles only once."""
     return type(kind.__name__, (kind,), {"forward": _adapted, "base_forward": kind.forward})
 
 

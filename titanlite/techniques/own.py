@@ -26,6 +26,7 @@ from titanlite.parallel.own_rules import ShardsWeights
 from titanlite.parallel.tensor import BLOCK_STYLES
 
 LARGEST_FILE = 2**24  # bytes of a file of own parts
+_LOADED_NOW = set[Path]()
 GATHER = "reduce over `group`, or set parallelism.disable_loss_parallel = true"
 
 
@@ -163,12 +164,16 @@ def load_own(place: str | Parts) -> Parts:
         return place or Parts()
     file, _, name = place.rpartition(":")
     path = Path(os.path.expanduser(file)).absolute()
+    if path in _LOADED_NOW:
+        problem = 'calls titanlite while it is loaded; put its calls under `if __name__ == "__main__":`'
+        raise ConfigError([f"--own {place}: {problem}"])
     module = sys.modules[f"own_{path.stem}"] = types.ModuleType(f"own_{path.stem}")
     module.__file__ = str(path)
     try:
         content = read_file(path, LARGEST_FILE)
     except OSError as error:
         raise ConfigError([f"--own {place}: expected FILE.py:NAME: {error}"]) from None
+    _LOADED_NOW.add(path)
     try:
         exec(compile(content, str(path), "exec"), module.__dict__)
     except (Exception, SystemExit) as error:
@@ -177,6 +182,8 @@ def load_own(place: str | Parts) -> Parts:
         where = f"line {lines[-1]}: " if lines[-1] else ""
         problem = f"{where}{type(error).__name__}: {'; '.join(str(error).splitlines())}"
         raise ConfigError([f"--own {place}: {problem}"]) from error
+    finally:
+        _LOADED_NOW.discard(path)
     if not isinstance(own := getattr(module, name, None), Own):
         there = ", ".join(key for key, value in vars(module).items() if isinstance(value, Own)) or "none"
         raise ConfigError([f"--own {place}: {show(name)} is no titanlite.Own of this file; it has {there}"])

@@ -19,7 +19,7 @@ DEFAULTS: dict[str, dict[str, Any]] = _TABLES["defaults"]
 OLD = ("qk_norm", "attention_bias", "mlp_bias", "sliding_window")
 """Options that the error message about an unsupported model always shows."""
 AMBIGUOUS = ("phi3", "glm", "ministral", "ministral3", "olmo2", "olmo3", "smollm3", "granite", "starcoder2", "gpt2")
-"""Model types that options do not identify, since other types may have them, too: model.hf_model_type decides."""
+"""Model types that share options with other types, so that model.hf_model_type must tell which type is meant."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Family:
     window: int | None = None
     """Default of the key sliding_window, 0 for no window; None: the type does not read the key."""
     kinds: str = ""
-    """How layers may differ. "windows": in the window; "rope": in window and scaling of RoPE; "no_rope": in having
-    RoPE."""
+    """How layers may differ. "windows": in their sliding window; "rope": in the window, and in RoPE scaling, which
+    layers with a window lack; "no_rope": in whether they have RoPE."""
     rotated: float | None = None
     """Default of partial_rotary_factor; None: all channels are rotated."""
     fits: Callable[[Section], bool] = lambda _: True

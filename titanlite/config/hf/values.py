@@ -96,7 +96,7 @@ class JsonObject:
             self.reject(key, f"expected {show(value)}; {reason}", *reads)
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1, most: int = LARGEST) -> int:
-        """Return the integer at a key, or the default if the key is missing or null; no default: it is required."""
+        """Return the integer at a key. A missing or null key gives the default; without a default, it is an error."""
         if (value := self.values.get(key)) is None and default is not None:
             return default
         if type(value) is int and least <= value <= most:

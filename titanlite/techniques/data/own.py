@@ -33,7 +33,8 @@ class OwnSequences:
         ids = np.append(item.inputs, item.targets[item.targets != IGNORED])
         if {each.shape for each in item} != {(self.seq_len,)} or ids.dtype.kind not in "iu":
             problem = f"{item.inputs.shape} inputs and {item.targets.shape} targets, {ids.dtype}"
-            raise ConfigError([f"own.data: sequence {index} has {problem}; expected {self.seq_len + 1} integers"])
+            expected = f"expected {self.seq_len + 1} integers, which make {self.seq_len} of each"
+            raise ConfigError([f"own.data: sequence {index} has {problem}; {expected}"])
         if ids.min() < 0 or ids.max() >= self.vocab_size:
             problem = f"own.data: sequence {index} has tokens from {ids.min()} to {ids.max()}; model.vocab_size is "
             raise ConfigError([f"{problem}{self.vocab_size}"])
@@ -54,14 +55,17 @@ class OwnSequences:
 def open_own(
     build: Any, model: Model, training: Training, debug: Debug, validates: bool = False
 ) -> tuple[OwnSequences, OwnSequences | None, str]:
-    """Return own data's training split, validation split and identity. Raises ConfigError for dataset options."""
+    """Return own data's training split, validation split and identity. Raises ConfigError for set dataset options."""
     others = {"datasets": training.datasets, "streaming": training.streaming}
     problems = [f"training.{key}: own.data has the sequences; leave it out" for key in others if others[key]]
     arguments = training, model.vocab_size
     data = build(*arguments, debug.seed)
     if validates and not hasattr(data, "validation"):
         problems.append("validation.enable = true: own.data has no `validation`, sequences with a len; set false")
+    sequences = OwnSequences(data, *arguments)
+    if not problems and not all(np.array_equal(*pair) for pair in zip(sequences[0], sequences[0], strict=True)):
+        problems.append("own.data: sequence 0 differs when it is read again; draw it from the seed and the index")
     if problems:
         raise ConfigError(problems)
     validated = OwnSequences(data.validation, *arguments, pads=True) if validates else None
-    return OwnSequences(data, *arguments), validated, f"own {type(data).__name__}/{training.seq_len}/{debug.seed}"
+    return sequences, validated, f"own {type(data).__name__}/{training.seq_len}/{debug.seed}"

@@ -77,7 +77,7 @@ class StreamingSequences:
         self.seq_len, self.n_shards = options.seq_len, options.streaming_shards
         self.block = options.streaming_shuffle_block if options.shuffle else 1
         self._saved, self.passed = dict[int, ShardState](), dict[int, ShardState]()
-        """States of shards by number: `_saved` is the checkpoint's, `passed` follows the sequences trained on here."""
+        """States of shards by number: `_saved` is from the checkpoint, `passed` is of the last sequences trained on."""
         self.shards: list[Any]
         if source.is_files:
             if not any(segment.bytes for segment in dataset):

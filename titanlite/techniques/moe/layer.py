@@ -74,7 +74,7 @@ class Experts(nn.Module):
         self.clamp = (model.moe.swiglu_limit, model.moe.swiglu_alpha) if model.moe.swiglu_limit else ()
 
     def weights(self) -> list[Tensor]:
-        """Return w1, w2, w3 and any biases as plain tensors. Under parallelism, another method returns local shards."""
+        """Return w1, w2, w3 and any biases as plain tensors. Parallelism replaces `weights`, to return local shards."""
         return list(self.parameters())
 
     def forward(self, x_MD: Tensor, scores_M: Tensor, counts_E: Tensor) -> Tensor:

@@ -132,7 +132,7 @@ class _Exchange:
         return scores.split([sum(sizes) for sizes in self.received_LR])
 
     def send_rows(self, x_MD: Tensor) -> list[Tensor]:
-        """Start to send all rows. Return the rows of each expert on this rank; `_wait` for them before use."""
+        """Start to send all rows. Return the rows of each expert on this rank; call `_wait` before using them."""
         chunks = x_MD.split([sum(sizes) for sizes in self.sent_LR])
         sizes = zip(chunks, self.received_LR, self.sent_LR, strict=True)
         return [_start(x, received, sent, self.group) for x, received, sent in sizes]

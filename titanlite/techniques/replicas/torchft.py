@@ -56,7 +56,7 @@ class GroupState(Enum):
 
 
 class Ballot(NamedTuple):
-    """A group's row in the table by which groups compare their states before a step; the groups' tables are summed."""
+    """A group's row in a table by which groups compare their states before a step. The table is summed over groups."""
 
     groups: float
     """Number of groups with this group's number; more than 1 is an error."""
