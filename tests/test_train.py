@@ -798,12 +798,25 @@ WAITS = {
 stop during an activity of step 2, or of step 4 for those of its end."""
 
 
+class Asked(Signals):
+    """Signals that ask to stop once `asked` is set, from the look after `patience` more looks on."""
+
+    def __init__(self, patience: int):
+        self.saves, self.answered_saves, self.asked, self.patience = 0, 0, False, patience
+
+    @property
+    def stopping(self) -> bool:
+        self.patience -= self.asked
+        return self.patience < 0
+
+
 def train_until_asked(argv: list[str], wait: str, step: int) -> str:
-    """Train as run_train, where rank 0 is asked to stop when it begins an activity of a step."""
-    signals, activity = Signals(), progress.Activity
+    """Train as run_train, where rank 0 is asked to stop when it begins an activity of a step, or in the second batch of
+    a validation, when weights are gathered."""
+    signals, activity = Asked(patience=int(wait == "validation")), progress.Activity
 
     def begin(name: str, step_of_activity: int, *others: Any) -> progress.Activity:
-        signals.stopping |= (name, step_of_activity, os.environ["RANK"]) == (wait, step, "0")
+        signals.asked |= (name, step_of_activity, os.environ["RANK"]) == (wait, step, "0")
         return activity(name, step_of_activity, *others)
 
     with mock.patch.object(progress, "Activity", begin):
