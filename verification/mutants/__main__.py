@@ -6,8 +6,9 @@
     python -m verification.mutants --baseline           the first tests of all mutants, without any edit: they pass
     python -m verification.mutants --table              write README.md from results.json
 
-A mutant's first tests are run until one fails. If none does, the rest of the default suite is run, without the tests of
-style, pages and sizes, which look at the text of the code. A test that runs longer than its limit notices too.
+The test that noticed a mutant the last time is run first, then the mutant's own tests until one fails. If none does,
+the rest of the default suite is run, without the tests of style, pages and sizes, which look at the text of the code. A
+test that runs longer than its limit notices too.
 
 Exit status: 0 if every mutant is noticed or its survival is explained, else 1.
 """
@@ -99,12 +100,20 @@ def run_tests(folder: Path, arguments: list[str]) -> str:
     return first_failure(folder, arguments)[0]
 
 
-def try_mutant(mutant: Mutant, *, first_only: bool) -> dict[str, Any]:
-    """Make a mutant's edit in a copy of the project and run the tests. Return which test noticed ("" if none did), and
-    the seconds that this took."""
+def run_known_test(folder: Path, test: str) -> str:
+    """Run the test that noticed a mutant the last time. Return it if it fails; "" if it passes or no longer exists."""
+    try:
+        return run_tests(folder, [test]) if test else ""
+    except RuntimeError:
+        return ""
+
+
+def try_mutant(mutant: Mutant, *, first_only: bool, noticed_by: str = "") -> dict[str, Any]:
+    """Make a mutant's edit in a copy of the project and run the tests, `noticed_by` first. Return which test noticed,
+    "" if none did, and the seconds that this took."""
     begin = time.monotonic()
     with mutated_copy(mutant) as folder:
-        noticed = run_tests(folder, shlex.split(mutant.tests))
+        noticed = run_known_test(folder, noticed_by) or run_tests(folder, shlex.split(mutant.tests))
         if not noticed and not first_only and not mutant.survives:
             ignored = [*(f"test_{each}" for each in LOOK_AT_TEXT), "verification/test_mutants"]
             noticed = run_tests(folder, [f"--ignore=tests/{each}.py" for each in ignored])
@@ -158,7 +167,8 @@ def main(argv: list[str]) -> int:
 
     def run(mutant: Mutant) -> bool:
         try:
-            result = try_mutant(mutant, first_only=arguments.first_only)
+            noticed_by = results.get(mutant.what, {}).get("noticed by", "")
+            result = try_mutant(mutant, first_only=arguments.first_only, noticed_by=noticed_by)
         except RuntimeError as error:
             print(f"{mutant.file}: {mutant.what}: {error}", flush=True)
             return False
