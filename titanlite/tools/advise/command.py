@@ -19,7 +19,7 @@ from titanlite.metrics.devices import find_device
 if TYPE_CHECKING:
     from titanlite.tools.advise.search_space import Task
 
-MOST_DEVICES = 2**14  # with more devices, listing the candidate layouts would take minutes
+MOST_DEVICES = 2**14  # listing the candidate layouts of more devices would take minutes
 TOKENS = 4 * 2**20  # tokens of an optimizer step by default, as for Llama 2 and 3 with 7 to 70 billion parameters
 
 

@@ -80,8 +80,7 @@ def _expert_values(task: Task, mesh: Mesh) -> float:
 
 
 def _layer_bytes(task: Task, candidate: Candidate) -> tuple[float, float, float]:
-    """Return the bytes of a layer and a microbatch on a rank: those saved for the backward, those of temporary results,
-    and those saved between the halves of a split backward."""
+    """Return a layer's bytes per microbatch: saved for the backward, temporary, kept within a split backward."""
     mesh, model = candidate.mesh, task.model
     tokens = candidate.microbatch * task.seq_len / (mesh.cp * mesh.tp)
     dim, q_dim, kv_dim = model.dim, model.n_heads * model.head_dim, 2 * model.n_kv_heads * model.head_dim

@@ -82,9 +82,8 @@ class Search:
         return sorted(fitting, key=lambda layout: (round(layout.seconds, 3), _costs(layout.candidate)))
 
     def recommended(self) -> PlannedLayout:
-        """Return the layout to recommend, one whose step takes at most CLOSE times the fastest step: the heuristic
-        baseline, since many have trained with it, or else the layout with the least communication, because
-        communication is often slower than planned. At least one layout must fit."""
+        """Return the layout to recommend of those that take at most CLOSE times the fastest step: the heuristic
+        baseline, which many have used, or else the one with the least communication, often slower than planned."""
         fitting = self.fitting()
         close = [layout for layout in fitting if layout.seconds <= CLOSE * fitting[0].seconds]
         return min(close, key=lambda layout: (layout.candidate.mesh != self.baseline, layout.communication))

@@ -165,8 +165,7 @@ def meshes(task: Task) -> Iterator[Mesh]:
 
 
 def expert_degrees(task: Task, n_ranks: int) -> list[int]:
-    """Return the degrees of expert parallelism to try on n ranks: 1, the largest degree within a node that divides the
-    experts evenly, and degrees over at most MOST_NODES nodes."""
+    """Return the expert-parallel degrees to try on n ranks: 1, the largest within a node, some over several nodes."""
     within_node = math.gcd(n_ranks, task.device.devices_per_node, task.model.moe.n_experts)
     degrees = _divisors(math.gcd(n_ranks, task.model.moe.n_experts)) if task.model.moe.n_experts else [1]
     return [ep for ep in degrees if ep == 1 or within_node <= ep <= MOST_NODES * within_node]

@@ -35,7 +35,6 @@ def main(argv: list[str]) -> int:
     if own.digest and arguments.explore:
         parser.error("--explore plans titanlite's own blocks; leave out --own")
     loaded = load(config_arguments, own)
-    # Late imports: torch takes seconds to import, and --help and wrong options do not need it.
     from titanlite.tools.plan.comparison import comparison_table
     from titanlite.tools.plan.planner import assumption, make_plan
     from titanlite.tools.plan.report import print_report, verdict

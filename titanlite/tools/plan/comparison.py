@@ -19,9 +19,8 @@ LARGEST_METRICS = 2**28  # largest accepted metrics.jsonl in bytes
 
 def read_measurement(file: Path) -> tuple[Sequence[float], int, int, float]:
     """Return what a metrics.jsonl records: seconds of a step by logged line, tokens of a step, ranks, and rank 0's peak
-    memory in tensors in GiB (on a CPU, the memory of rank 0's process). The first logged line does not count, since its
-    step includes compilation and warm-up. Raises ConfigError if the file cannot be read or has fewer than two logged
-    steps."""
+    memory in tensors in GiB (on a CPU, the memory of rank 0's process). The first logged line, with compilation and
+    warm-up, does not count. Raises ConfigError if the file cannot be read or has fewer than two logged steps."""
     try:
         rows = [json.loads(line) for line in read_file(file, LARGEST_METRICS).splitlines()]
         lines = [row for row in rows if "throughput(tps)" in row]

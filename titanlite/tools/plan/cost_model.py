@@ -19,8 +19,7 @@ LEAST_SPREAD = 0.05  # least relative uncertainty of times on a calibrated devic
 FULL_WAVES = 14 / 15
 """The inverse of (1 + 1 / waves) in the measurement of attention's rate, with 8,192 tokens of 128 heads, 14 waves."""
 ROW_BYTES = 227 * 1024  # bytes of the longest row that fits into a multiprocessor's shared memory
-# How often a softmax of torch reads longer rows from device memory: a forward reads its input for the maximum, for the
-# sum and for the result; a backward reads its two inputs, and the gradient, one of them, a second time.
+# How often torch's softmax reads longer rows: for maximum, sum and result; its backward reads the gradient twice.
 SOFTMAX_READS = {"aten._log_softmax": 3.0, "aten._log_softmax_backward_data": 1.5}
 
 
@@ -117,7 +116,7 @@ class CostModel:
         self.changed, self.faster, self.cudnn = changed, faster, cudnn
         self.efficiency = reached(device, name)
         self.slowest = slowest_of(n_devices, self._seconds("devices", ANY.device_spread)) if device.kind == "gpu" else 1
-        self._items: dict[int, tuple[Cost, list[Item], list[Event]]] = {}  # by the id of the list of events
+        self._items: dict[int, tuple[Cost, list[Item], list[Event]]] = {}  # key: id of the list of events
 
     def streams(self) -> Streams:
         """Return the streams of an idle device."""
@@ -200,8 +199,7 @@ class CostModel:
             own.flush(attends=True)
 
     def _collective(self, event: Communication, cost: Cost) -> Collective | None:
-        """Count a collective and return its item for Streams.run. Return None for a collective of a single rank and for
-        a received message, which its sender counts."""
+        """Count a collective and return its item; None for one rank, and for a received message: its sender counts."""
         axis, ranks = self._axis(event.group)
         if len(ranks) == 1 or event.name == "receive":
             return None
@@ -270,7 +268,7 @@ class CostModel:
         return n_bytes / (self.device.host_memory_bandwidth * self._reached("offload", ANY.host_memory))
 
     def _reached(self, group: str, share: Share) -> float:
-        """Return the share of a host rate that programs reach; 1 on a calibrated device, whose rates include it."""
+        """Return the share that programs reach of a rate of the host; 1 for the rates of a calibrated device."""
         return 1 / self._measured(group, 1.0) if self.device.measured else self._rate(group, share)
 
     def _axis(self, group: str) -> tuple[str, list[int]]:

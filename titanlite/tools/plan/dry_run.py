@@ -98,8 +98,7 @@ def dry_run(
     fold: bool = True,
 ) -> DryRun:
     """Run one training step of stage `number`, which has the modules `names`, on the pipeline rank that has the stage.
-    `fused`: which of "model" and "loss" to treat as compiled (fusion.py). fold=False also runs repeated layers, for a
-    test that folding changes nothing."""
+    `fused`: which of "model" and "loss" to treat as compiled (fusion.py). fold=False runs all layers, for a test."""
     parallelism = config.parallelism
     folded = fold_stage(config, names) if fold and not config.own.block else fold_layers(names, len(names))
     rank = pipeline_rank * parallelism.world_size // parallelism.pipeline_parallel_degree
@@ -267,8 +266,7 @@ def _local(tensor: Tensor) -> list[Tensor]:
 def _persistent(
     trace: OpTrace, stage: Llama, optimizer: torch.optim.Optimizer, folded: FoldedStage
 ) -> tuple[Bytes, int, int, float]:
-    """Set the kind of all allocations that stay from step to step. Return `persistent`, `gradients`, `rotary` and
-    `scale` of DryRun."""
+    """Set the kind of allocations that stay from step to step. Return `persistent`, ..., `scale` of DryRun."""
     total, weights, of_run_layers, rotary = dict.fromkeys(KINDS, 0), 0, 0, 0
     parameters = dict(stage.named_parameters())
     tensors = [("parameters", name, tensor) for name, tensor in [*parameters.items(), *stage.named_buffers()]]

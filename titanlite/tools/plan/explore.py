@@ -38,9 +38,8 @@ Chain = dict[int, dict[str, LoadedConfig[Config]]]  # the configs of a chain, by
 
 
 def make_axes(config: Config, texts: list[str]) -> dict[str, list[Any]]:
-    """Return the values of each axis of the grid, the config's own value first. Each of `texts`, such as tp=1,2, gives
-    the values of an axis. By default tp, pp, cp and batch also have half and twice the config's value. Raises
-    ConfigError if a text is wrong."""
+    """Return the values of each axis of the grid, the config's own first. A text such as tp=1,2 gives the values of an
+    axis. By default tp, pp, cp and batch also have half and twice the config's. Raises ConfigError for a wrong text."""
     axes: dict[str, list[Any]] = {name: [value_of(config, key)] for name, key in DEGREES.items()}
     axes["batch"] = [value_of(config, MICROBATCH if axes["pp"] > [1] else BATCH)]
     for name in ("tp", "pp", "cp", "batch"):
@@ -60,8 +59,7 @@ def make_axes(config: Config, texts: list[str]) -> dict[str, list[Any]]:
 
 def overrides(choice: dict[str, Any], plan: Plan, loaded: LoadedConfig[Config]) -> list[str]:
     """Return the command-line options that give a config the chosen value of each axis. In a pipeline, the chosen batch
-    is the microbatch size, and the number of gradient accumulation steps stays the config's (1 if the config has no
-    pipeline)."""
+    is the microbatch size, and the gradient accumulation steps stay the config's (1 if it has no pipeline)."""
     config, product = plan.config, choice["tp"] * choice["pp"] * choice["cp"]
     ranks = max(plan.world_size // product, 1)  # number of ranks that read different sequences
     options = {key: choice[name] for name, key in DEGREES.items()}  # config rules reject degrees that do not fit

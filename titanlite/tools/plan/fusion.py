@@ -16,10 +16,9 @@ def is_fusible(work: Work) -> bool:
 
 
 def fuse(segments: Sequence[list[Event]]) -> list[list[Event]]:
-    """Return the events of some segments, with neighbouring pointwise operators of a segment fused. A kernel replaces
-    the first operator of its group, and reads and writes all bytes of the group. The group's other operators are
-    removed, and so are allocations that only the group reads and its segment frees. The host dispatches one operator
-    per kernel, and none on DTensors."""
+    """Return the events of segments, with neighbouring pointwise operators of a segment fused. A kernel replaces the
+    first operator of its group, with all bytes that the group reads and writes. The group's other operators are
+    removed, and allocations that only the group reads and its segment frees. The host dispatches only kernels."""
     groups = [group for segment in segments for group in _groups(segment)]
     readers: dict[Allocation, set[int]] = {}
     writer: dict[Allocation, int] = {}
@@ -102,9 +101,8 @@ def overlap(segments: Sequence[Segment], groups: Mapping[str, int]) -> None:
 
 
 def _overlapping(event: Communication, works: list[Work]) -> list[Work]:
-    """Return the products that async TP overlaps with a collective: all products of an all-gathered tensor and a
-    weight, or the product whose result only a reduce-scatter reads. Products with a bias, products of a gathered tensor
-    that is cast to float8, and sums of products are not overlapped."""
+    """Return the products that async TP overlaps with a collective: products of an all-gathered tensor and a weight, or
+    the product that a reduce-scatter alone reads; none with a bias, of a tensor cast to float8, or in sums."""
     if event.name == "all_gather":
         gathered = [work for work in works if work.name == "aten.mm" and work.inputs[0] in event.outputs]
         return [work for work in gathered if work.inputs[1].kind in ("parameters", "gathered")]

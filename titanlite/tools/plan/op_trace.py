@@ -73,7 +73,7 @@ class Work(NamedTuple):
 
     name: str
     flops: int  # FLOPs of matrix multiplication and attention; 0 for all other operators
-    dtype: str  # which peak rate of the device applies to `flops`: "bf16", "fp8" or "fp32"; "" without flops
+    dtype: str  # name of the device's peak rate for `flops`: "bf16", "fp8" or "fp32"; "" without flops
     read: int  # bytes read from inputs
     written: int  # bytes written to outputs
     inputs: tuple[Allocation, ...]
@@ -139,7 +139,7 @@ class OpTrace(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.segments: list[Segment] = [Segment(("begin",), [])]  # in the order in which the host issues the events
+        self.segments: list[Segment] = [Segment(("begin",), [])]  # segments in the order of the host's events
         self.live: dict[int, Allocation] = {}  # current allocations, by the address of the torch storage
         self._watched: dict[int, Any] = {}
         self.enabled, self._maker = True, ""  # enabled: whether operators are recorded
@@ -274,8 +274,7 @@ RESULTS: dict[str, Callable[..., Any]] = {
     "aten._grouped_mm": _grouped_mm,
     "_c10d_functional.wait_tensor": lambda tensor: tensor,
 }
-"""Replacements of operators that fake tensors do not support, _grouped_mm in float32 (torch 2.11 to 2.14), or run
-wrongly, wait_tensor, whose result must be its argument."""
+"""Replaced operators: fake tensors lack _grouped_mm in float32 (torch 2.11 to 2.14), and wait_tensor must not copy."""
 
 
 def _group_of(args: tuple[Any, ...]) -> str:
@@ -306,8 +305,7 @@ def _tensors_in(tree: Any) -> list[Tensor]:
 def _flops(
     name: str, inputs: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[int, str, tuple[int, ...]]:
-    """Return the FLOPs of a matrix multiplication or of attention (half of them under a causal mask), the dtype whose
-    peak rate applies, and the sizes; see Work."""
+    """Return `flops`, `dtype` and `sizes` of Work for an operator; a causal mask halves attention's FLOPs."""
     if name in ("mm", "addmm", "addmm_", "bmm", "_scaled_mm", "_grouped_mm"):  # a grouped product has each row once
         left, right = (inputs[1], inputs[2]) if name.startswith("addmm") else (inputs[0], inputs[1])
         sizes = left.shape[0] if name == "bmm" else 1, left.shape[-2], right.shape[-1], left.shape[-1]

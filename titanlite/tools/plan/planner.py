@@ -151,9 +151,8 @@ def takes_cudnn(config: Config, device: Device) -> bool:
 
 def config_for_dry_run(config: Config) -> Config:
     """Return a config that fake tensors can run, with the allocations and the work of the original. Blocks run
-    uncompiled; fusion.py models the compiler's effect. As fake tensors are on the CPU, "auto" would choose a CPU's
-    attention backend, so choose one of CUDA's; cuDNN saves the same tensors as flash (see takes_cudnn). CPU offload is
-    off, since FSDP gathers offloaded weights on the device."""
+    uncompiled; fusion.py models the compiler's effect. Since fake tensors are on the CPU, "auto" becomes an attention
+    backend of CUDA; cuDNN's saves the same tensors. CPU offload is off: FSDP gathers weights on the device anyway."""
     backend = config.training.attention_backend
     if backend == "auto" and find_device(config.plan.device).kind == "gpu":
         backend = ATTENTION_BACKENDS_ON_CUDA[config.training.mixed_precision_param][0]

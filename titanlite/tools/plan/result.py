@@ -16,8 +16,7 @@ rates of that group are at the ends of their ranges."""
 
 
 def range_of(seconds: float, spread: Spread) -> tuple[float, float]:
-    """Return the shortest and the longest step to expect, in seconds. The errors of the groups of rates are
-    independent, so their squares are added."""
+    """Return the shortest and longest step to expect, in seconds. Groups have independent errors: add their squares."""
     shorter, longer = (math.hypot(*(pair[end] for pair in spread.values())) for end in (0, 1))
     return seconds - shorter, seconds + longer
 

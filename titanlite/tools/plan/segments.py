@@ -60,8 +60,7 @@ def fold_layers(names: Sequence[str], period: int, n_first: int = 0) -> FoldedSt
 
 
 def name_kinds(segments: Sequence[Segment], *, logits: Collection[int]) -> None:
-    """Set the kind of each allocation that has none, from its maker and the phases in which it is allocated and freed.
-    `logits`: possible sizes of the last dimension of logits."""
+    """Set the kind of allocations without one, from maker and phases. `logits`: possible last dimensions of logits."""
     phase, microbatch, born, freed = "", "", {}, {}
     for segment in segments:
         name, *number = segment.mark
