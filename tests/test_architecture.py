@@ -50,20 +50,21 @@ HEART = (
 # asynchronous checkpoints.
 LINES_OF_A_RANK_OF_MANY_TECHNIQUES = 11_650
 LINES_OF_A_DEBUG_RUN, LINES_WITH_A_TOKEN_CACHE = 10_300, 9_950
-LINES_OF_THE_PACKAGE = 30_087
+LINES_OF_THE_PACKAGE = 30_197
 """30,122 before LoRA, averages of the weights, epochs, --show, export --verify, the oracle for experts, recomputed
-groups of blocks, logprobs and --gates; 30,643 before comments and docstrings were shortened."""
+groups of blocks, logprobs and --gates; 30,643 before comments and docstrings were shortened; 30,087 before adapters of
+experts."""
 CEILINGS = {
     "heart": 3352,
-    "config": 2776,
+    "config": 2790,
     "config of Hugging Face": 1155,
     "data": 2208,
-    "checkpoint": 1883,
+    "checkpoint": 1884,
     "launch": 1991,
-    "metrics": 805,
+    "metrics": 813,
     "files": 323,
-    "hf": 877,
-    "techniques": 4727,
+    "hf": 889,
+    "techniques": 4802,
     "tools": 9659,
     "other": 331,
 }

@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
@@ -48,6 +48,8 @@ class Section(BaseModel):
     """Base class of a [section], in which sections can be nested. Unknown keys are rejected; no types are converted."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True)
+    alternatives: ClassVar[dict[str, tuple[str, ...]]] = {}
+    """Options that an option on the command line replaces in a file, by `section.key`."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -252,7 +254,7 @@ def _keys_in(kind: type[Section], values: dict[str, Any], prefix: str = "") -> I
 
 def _override(kind: type[Section], arguments: list[str], values: dict[str, Any], origins: dict[str, str]) -> list[str]:
     """Overwrite `values` with `--section.key=value` arguments, and return an error line for each malformed argument."""
-    problems = []
+    problems, replaced = [], list[str]()
     for argument in arguments:
         name, equals, text = argument.removeprefix("--").partition("=")
         section, key = _split(kind, name)
@@ -270,6 +272,11 @@ def _override(kind: type[Section], arguments: list[str], values: dict[str, Any],
             if isinstance(inner, dict):  # _validate reports a section that is no table
                 inner[key] = _parse(text, option) if equals else True
                 origins[f"{section}.{key}"] = COMMAND_LINE
+                if inner[key] or option is None or option.default:  # 0 means that the alternative holds
+                    replaced += kind.alternatives.get(f"{section}.{key}", ())
+    for name in (name for name in replaced if origins.get(name, COMMAND_LINE) != COMMAND_LINE):
+        section, _, key = name.partition(".")
+        del values[section][key], origins[name]
     return problems
 
 

@@ -8,7 +8,7 @@ import functools
 import math
 import os
 from collections.abc import Collection
-from typing import Annotated, Any, Literal, Union, get_args
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args
 
 import tomli_w
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
@@ -683,7 +683,8 @@ class Lora(Section):
     alpha: Positive = 16.0
     """The product of an adapter's matrices is multiplied by alpha / rank."""
     targets: list[str] = Field(default=["wq", "wk", "wv", "wo", "w1", "w2", "w3"])
-    """Linear layers with adapters, by the end of their name in a block: "wq" stands for "attention.wq"."""
+    """Linear layers with adapters, by the end of their name in a block: "wq" stands for "attention.wq". "experts" gives
+    each routed expert adapters of its three weights, "experts.w1" an adapter of one."""
     base_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Data type of the frozen weights in memory; auto: training.dtype, the data type of the adapters."""
 
@@ -863,6 +864,12 @@ class Debug(Section):
 
 
 class Config(Section):
+    alternatives: ClassVar[dict[str, tuple[str, ...]]] = {
+        "training.epochs": ("training.steps", "lr_scheduler.total_steps"),
+        "training.steps": ("training.epochs",),
+        "lr_scheduler.warmup_ratio": ("lr_scheduler.warmup_steps",),
+        "lr_scheduler.warmup_steps": ("lr_scheduler.warmup_ratio",),
+    }
     job: Job = Field(default_factory=Job)
     model: Model = Field(default_factory=lambda: Model.model_validate({}))
     training: Training = Field(default_factory=Training)
