@@ -66,8 +66,8 @@ def reading_order() -> str:
         f"assumed {LINES_PER_MINUTE} lines per minute. Training a plain Llama (`debug`) executes "
         f"[{n_run} lines of the heart](docs/reference/source_debug.txt), {n_with_comments} with docstrings and "
         "comments: `titanlite source debug`. A debug run with checkpoints imports at most "
-        f"{test_architecture.LINES_OF_A_DEBUG_RUN:,} lines of titanlite ({test_architecture.LINES_WITH_A_TOKEN_CACHE:,} "
-        "if its token cache exists). No part of the package may exceed its ceiling of lines:"
+        f"{test_architecture.LINES_OF_A_DEBUG_RUN:,} lines of titanlite, or "
+        f"{test_architecture.LINES_WITH_A_TOKEN_CACHE:,} if its token cache exists. Each part has a ceiling of lines:"
     )
     return f"{table(['file in titanlite/', 'lines', 'minutes'], rows)}\n{wrapped(text)}\n{parts_table()}"
 
