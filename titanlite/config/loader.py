@@ -413,7 +413,7 @@ def show(value: Any) -> str:
 
 
 def expectation(option: Any, value: Any = None) -> str:
-    """Describe the values that an option accepts. An upper bound of FAR or more is named only if it is exceeded."""
+    """Describe the values that an option accepts. Leave an upper bound of FAR or more out unless `value` exceeds it."""
     return _expectation(TypeAdapter(Annotated[option.annotation, option]).json_schema(), value)
 
 

@@ -45,7 +45,7 @@ def config_files(
     changed = {key for key in {**before, **after} if before.get(key) != after.get(key)}
     if "max_position_embeddings" in changed and after["rope_scaling"]:
         changed.add("rope_scaling")  # rope_scaling without an original length uses max_position_embeddings
-    if released["model_type"] not in FAMILIES:  # kimi_k2 is deepseek_v3 in transformers
+    if released["model_type"] not in FAMILIES:  # transformers loads kimi_k2 as deepseek_v3
         changed.add("model_type")
     if "model_type" in changed:  # the new type has other defaults for missing keys
         changed |= after.keys() - released.keys()

@@ -151,8 +151,8 @@ class MixedSequences:
         return dict(zip(self.names, counts, strict=True))
 
     def resumed(self, loader_state: dict[str, Any] | None) -> MixedSequences:
-        """Return this mixture from where a run stopped, given the run's loader state; None: from the beginning. If the
-        run had another mixture, each dataset continues from the count under its name, and a new block begins."""
+        """Return this mixture from where a run stopped, given the run's loader state, or from the beginning (None). If
+        the run had another mixture, each dataset continues from the count under its name, and a new block begins."""
         if not loader_state:
             return self
         position = parse_part(loader_state, "data.next_sequence", Int63)

@@ -98,7 +98,7 @@ class StreamingSequences:
         return f"{self.n_shards} streaming shards of {self.n_files} files"
 
     def resumed(self, loader_state: dict[str, Any] | None) -> "StreamingSequences":
-        """Return this stream from where a run stopped, given the run's loader state; None: from the beginning."""
+        """Return this stream from where a run stopped, given the run's loader state, or from the beginning (None)."""
         saved = parse_part(loader_state or {}, "data.streaming_shards", Saved | None) or {}
         resumed = copy.copy(self)
         resumed._saved = {int(number): each.model_dump(mode="json") for number, each in saved.items()}

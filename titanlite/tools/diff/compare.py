@@ -1,4 +1,4 @@
-"""Compare the fingerprints of two runs: the distance of each tensor, and how much of the distance precision explains.
+"""Compare the fingerprints of two runs: the distance of each tensor, and how much of it the runs' precision explains.
 After a thousand steps the tensors of two right layouts may be far apart, but no tensor is much farther apart than its
 inputs. Each distance is therefore compared with the distances of the tensor's inputs (computation.py)."""
 

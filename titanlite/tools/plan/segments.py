@@ -1,6 +1,6 @@
 """Segments of a training step's op trace: the kind of each allocation, the phases of the step, and folded layers.
 
-Marks split the trace into segments. (Pass, m) begins a pass of microbatch m. Within a pass, ("layer F", n) and
+Marks split the trace into segments. The mark (Pass, m) begins a pass of microbatch m. Within a pass, ("layer F", n) and
 ("layer B", n) begin block n; ("layer experts F", n) and ("layer experts B", n) begin the part of a block with experts,
 which torch.compile does not compile; ("layer head", -1) and ("layer head B", -1) begin the operators after the last
 block, which count as forward without a pipeline. ("reduce",) begins the reduction of a pipeline's gradients, and
