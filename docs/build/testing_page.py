@@ -263,9 +263,9 @@ NOT_TESTED = """\
 - **Types of local tensors** are not checked by `spmd-types` 0.3.1: the checker of spmd-types stops
   in the backward, which would need annotations for it in titanlite, and skips operations on
   DTensors.
-- **One failure is not explained.** A gloo rank in a pool of test processes dies now and then; in the
-  deaths that were examined, the rank's heap was corrupted. A test case whose rank has died this way
-  runs once more, with a warning
+- **One failure is not explained.** A gloo rank in a pool of test processes dies now and then; in
+  the deaths that were examined, the rank's heap was corrupted. A test case whose rank has died this
+  way runs once more, with a warning
   ([what is known](../benchmarks/NOTEBOOK.md#a-known-failure-without-an-explanation))."""
 
 
