@@ -50,22 +50,22 @@ HEART = (
 # asynchronous checkpoints.
 LINES_OF_A_RANK_OF_MANY_TECHNIQUES = 11_650
 LINES_OF_A_DEBUG_RUN, LINES_WITH_A_TOKEN_CACHE = 10_300, 9_950
-LINES_OF_THE_PACKAGE = 30_264
+LINES_OF_THE_PACKAGE = 30_070
 """30,122 before LoRA, averages of the weights, epochs, --show, export --verify, the oracle for experts, recomputed
 groups of blocks, logprobs and --gates; 30,643 before comments and docstrings were shortened."""
 CEILINGS = {
-    "heart": 3376,
-    "config": 2772,
-    "config of Hugging Face": 1156,
+    "heart": 3352,
+    "config": 2767,
+    "config of Hugging Face": 1155,
     "data": 2208,
-    "checkpoint": 1885,
-    "launch": 2002,
-    "metrics": 808,
-    "files": 325,
-    "hf": 880,
-    "techniques": 4784,
-    "tools": 9732,
-    "other": 336,
+    "checkpoint": 1883,
+    "launch": 1991,
+    "metrics": 805,
+    "files": 323,
+    "hf": 877,
+    "techniques": 4727,
+    "tools": 9651,
+    "other": 331,
 }
 """Lines that each part of the package may have. They are fixed: a part that grows takes from itself, and a ceiling is
 changed only in a commit that says what left."""

@@ -305,6 +305,13 @@ def test_a_file_that_is_wrong_is_a_line(tmp_path: Path, text: str | None, line: 
     assert line.replace("'own'", '"own"') in caught.value.problems[0]
 
 
+def test_a_file_that_trains_while_it_is_loaded_is_a_line(tmp_path: Path):
+    file = tmp_path / "own.py"
+    file.write_text(f"import titanlite\nown = titanlite.Own()\ntitanlite.run(['debug'], own='{file}:own')\n")
+    with pytest.raises(ConfigError, match=r"line 3: .* calls titanlite while it is loaded; put its calls under `if"):
+        load_own(f"{file}:own")
+
+
 def test_a_pipe_and_an_empty_name_are_lines(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe.py")
     with pytest.raises(ConfigError, match=r"pipe\.py:own: expected FILE\.py:NAME: .*expected a regular file"):
@@ -430,7 +437,10 @@ def test_a_run_that_fails_closes_its_metrics(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("item", "line"),
     [
-        (np.arange(16), "own.data: sequence 0 has (15,) inputs and (15,) targets, int64; expected 17 integers"),
+        (
+            np.arange(16),
+            "own.data: sequence 0 has (15,) inputs and (15,) targets, int64; expected 17 integers",
+        ),
         (np.linspace(0, 1, 17), "float64; expected 17 integers"),
         (np.arange(17) + 300, "own.data: sequence 0 has tokens from 300 to 316; model.vocab_size is 272"),
     ],
@@ -440,6 +450,19 @@ def test_wrong_own_data_is_a_line(tmp_path: Path, item: np.ndarray, line: str):
     with pytest.raises(ConfigError) as caught:
         titanlite.run(argv, own=Own(data=lambda *arguments: [item] * 8))
     assert line in caught.value.problems[0]
+
+
+class Drawn:
+    """Data that draws other tokens whenever a sequence is read."""
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return np.random.randint(272, size=17)
+
+
+def test_data_that_changes_is_a_line(tmp_path: Path):
+    argv = ["debug", *SMALLEST, f"--job.dump_folder={tmp_path}"]
+    with pytest.raises(ConfigError, match=r"own\.data: sequence 0 differs when it is read again"):
+        titanlite.run(argv, own=Own(data=lambda *arguments: Drawn()))
 
 
 def test_options_for_other_data_are_rejected(tmp_path: Path):
@@ -542,6 +565,21 @@ def test_runs_in_one_process_return_and_leave_nothing(tmp_path: Path):
     lines = [json.loads(line) for line in (tmp_path / "0" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["loss_metrics/global_avg_loss"] == results[0].loss
     assert "# own: layer_norms.py:own " in (tmp_path / "0" / "config.toml").read_text()
+
+
+def test_processes_do_not_run_a_script_again(tmp_path: Path):
+    """Without `if __name__ == "__main__"`, too."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch.distributed as dist\n"
+        "from titanlite.tools.parity.process_pool import ProcessPool\n"
+        "print('this line runs once')\n"
+        "pool = ProcessPool(1)\n"
+        "pool.run(dist.barrier)\n"
+        "pool.close()\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout.splitlines()) == (0, ["this line runs once"]), done.stderr
 
 
 def test_more_ranks_than_this_process_are_a_line(tmp_path: Path):

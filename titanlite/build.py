@@ -1,5 +1,5 @@
-"""Build the objects of a run from its resolved config, for train.py, the planner and the parity test alike. Only this
-file knows which techniques a config asks for."""
+"""Build the objects of a run from its resolved config, for train.py, the planner and the parity test. Only this file
+chooses the techniques that a config asks for."""
 
 import functools
 import os
@@ -39,11 +39,11 @@ class Data(NamedTuple):
     """The packed training and validation sequences of a run."""
 
     train: Sequences | Mixture
-    """A Mixture if the config has training.datasets."""
+    """The training split; a Mixture if the config has training.datasets."""
     validation: SplitSequences | None
     """The validation sequences; None unless validation.enable."""
     identity: str
-    """A string for the datasets and the tokenizer: two runs with the same string have the same sequences."""
+    """A string that names datasets and tokenizer: two runs with the same string have the same sequences."""
 
 
 class Run(NamedTuple):
@@ -106,7 +106,7 @@ def build_stage(config: Config, layout: Layout, modules: Collection[str] | None,
 
 
 def build_model(config: Config, layout: Layout, device: torch.device) -> tuple[Llama, dict[int, Llama]]:
-    """Return `model` and `stages` as Run describes them, sharded and with initial weights."""
+    """Return the fields `model` and `stages` of Run, sharded and with initial weights."""
     schedule, degree = config.parallelism.pipeline_parallel_schedule, config.parallelism.pipeline_parallel_degree
     modules_of_stages = stage_modules(config) if degree > 1 else [None]
     ranks = rank_of_stage(schedule, degree, len(modules_of_stages))
@@ -151,7 +151,7 @@ def build_train_step(run: Run, groups: OneGroup | None = None) -> TrainStep:
             compiles=config.compile.enable,
             validates=config.validation.enable,
         )
-    # Of the ranks that work on the same tokens, only the first tp rank of the last pipeline stage adds their loss.
+    # Several ranks work on the same tokens; only the first tp rank of the last pipeline stage adds up their losses.
     contributes_loss = model.output is not None and layout.mesh.get_local_rank("tp") == 0
     return TrainStep(
         model,
@@ -199,7 +199,7 @@ def build_balance(config: Config, model: Llama, device: torch.device) -> Balance
 def build_optimizer(
     config: Config, model: Llama, stages: Collection[Llama] = (), layout: Layout | None = None
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of a model. FSDP gathers the weights of `stages`, if any. Every rank must call it."""
+    """Return the optimizer of a model. `stages`: stages whose weights FSDP gathers. Every rank must call it."""
     build = config.own.optimizer or functools.partial(optimizer_for, mesh=layout.mesh if layout else None)
     optimizer = build(model, config.optimizer)
     if stages and config.float8.precompute_float8_dynamic_scale_for_fsdp:
@@ -214,8 +214,8 @@ def build_optimizer(
 
 
 def optimizer_for(model: Llama, section: Optimizer, mesh: DeviceMesh | None = None) -> torch.optim.Optimizer:
-    """Return Adam (arXiv:1412.6980), AdamW (arXiv:1711.05101) or Muon (techniques/muon.py). Only matrices, embeddings
-    included, have weight decay. `mesh`: the mesh of all ranks, which Muon needs; None: this rank alone."""
+    """Return Adam (arXiv:1412.6980), AdamW (arXiv:1711.05101) or Muon (techniques/muon.py). Only matrices and
+    embeddings have weight decay. `mesh`: the mesh of all ranks, which Muon needs; None: this rank alone."""
     if section.name == "Muon":
         from titanlite.techniques.muon import muon_of
 
@@ -251,7 +251,7 @@ def build_data(config: Config, *, builds_cache: bool) -> Data:
 
 
 def data_share(config: Config, layout: Layout) -> Share:
-    """Return which sequences this rank reads, and which tokens of each sequence."""
+    """Return which sequences this rank reads, and which tokens of each sequence it takes."""
     parallelism, shard = config.parallelism, SequenceShard()
     if parallelism.context_parallel_degree > 1:
         from titanlite.parallel.tiles import local_positions
@@ -329,7 +329,7 @@ def build_validator(run: Run, train_step: TrainStep) -> Validator:
 def add_observers(
     run: Run, train_step: TrainStep, loader: Loader, guard: StepGuard, checkpoints: NoCheckpoints, log: metrics.Logger
 ) -> None:
-    """Add the observers that a config asks for to a train step. Raises ConfigError if a prompt exceeds a sequence."""
+    """Add the observers that a config enables to a train step. Raises ConfigError if a prompt exceeds a sequence."""
     config, layout, optimizer = run.config, run.layout, run.optimizer
     training, validation, observers = config.training, config.validation, train_step.observers
     observers += [config.own.metrics(train_step)] if config.own.metrics else []

@@ -13,13 +13,13 @@ from titanlite.model import Attention, Block, FeedForward, Llama
 def build_llama(
     model: Model, *, max_seq_len: int, modules: Collection[str] | None = None, block: Callable[..., Block] | None = None
 ) -> Llama:
-    """Build a model on the meta device. `modules`: see Llama; `block`: a function to call instead of build_block."""
+    """Build a model on the meta device. `modules`: as for Llama; `block`: a function that replaces build_block."""
     with torch.device("meta"):
         return Llama(model, block or build_block, max_seq_len=max_seq_len, modules=modules)
 
 
 def build_block(model: Model, layer: int) -> Block:
-    """Build the block of a layer by its number. Techniques are imported inside, since few models need them."""
+    """Build the block of a layer by its number. This function imports techniques only if used: few models need them."""
     attention: nn.Module
     if model.mla.kv_lora_rank:
         from titanlite.techniques.latent_attention_tensor import ShardableLatentAttention

@@ -1,9 +1,7 @@
 """Weight initialization from (seed, parameter name): bit for bit the same for every layout of the model over ranks.
-
 Every rank draws the full parameter from a generator seeded for that parameter, and keeps its own shard; of stacked
-experts, a rank draws only those of its shard. Therefore no communication is needed, and the layout has no influence.
-DTensor's random operators are not used: on a CPU, they give every rank the same numbers.
-"""
+experts, a rank draws only the experts in its shard. This needs no communication. DTensor's random operators are not
+used: on a CPU, they give every rank the same numbers."""
 
 import hashlib
 import math
@@ -31,8 +29,8 @@ def _generator(seed: int, name: str, device: torch.device) -> torch.Generator:
 
 @torch.no_grad()
 def init_weights(model: Llama, *, seed: int, n_layers: int, device: torch.device) -> None:
-    """Fill every parameter, a plain tensor or a DTensor of any placement, of a model or stage that has memory.
-    `n_layers`: the layers of the full model. `device` draws float32 numbers; CPU and CUDA draw different numbers."""
+    """Fill every parameter, a plain tensor or a DTensor of any placement, of a materialized model or stage. `n_layers`:
+    the layers of the full model. `device` draws float32 numbers; CPU and CUDA draw different numbers."""
     for name, parameter in model.named_parameters():
         std = STD / math.sqrt(2 * n_layers) if name.endswith(RESIDUAL_OUTPUTS) else STD
         if parameter.dim() > 2:  # stacked experts: each expert has a generator of its own, seeded by its number

@@ -1,10 +1,8 @@
 """The cross-entropy loss: vocabulary-parallel (loss parallel), and chunked so that few logits exist at a time.
 
-Training, validation and logging divide the sum of token losses by the number of valid tokens of the global batch.
-Every valid token therefore has the same weight under any number of ranks, accumulation steps and padding tokens.
-
-Shapes: N tokens, D model width, V vocabulary.
-"""
+Training, validation and logging divide the sum of token losses by the number of valid tokens of the global batch. So
+every valid token has the same weight for any number of ranks, accumulation steps and padding tokens. Shapes: N tokens,
+D model width, V vocabulary."""
 
 import functools
 from collections.abc import Callable
@@ -18,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 IGNORED = -100
-"""Target of a position that has no next token to predict: padding, and the end of a document."""
+"""Target of a position without a next token to predict: padding, or the end of a document."""
 
 ChunkLoss = Callable[..., Tensor]  # type of `linear_cross_entropy`, eager or compiled
 TokenLoss = Callable[[Tensor, Tensor, dist.ProcessGroup | None], Tensor]  # type of `cross_entropy`
@@ -39,7 +37,7 @@ class _VocabularyParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Return the losses, the same on each rank; save for backward the logits in their own dtype, and log Z."""
+        """Return the losses, the same on each rank; save the logits, in their own dtype, and log-sum-exp."""
         own_N = targets_N - group.rank() * logits_NV.shape[1]  # index of the target in this rank's shard
         here_N = (own_N >= 0) & (own_N < logits_NV.shape[1])
         own_N = own_N.where(here_N, 0)
@@ -57,7 +55,7 @@ class _VocabularyParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None, None]:
-        """Return softmax - one-hot for this rank's shard of the vocabulary, which needs no communication."""
+        """Return the gradient (softmax - one-hot) of this rank's shard of the logits, without communication."""
         logits_NV, log_sum_N, own_N, here_N, valid_N = ctx.saved_tensors
         grad_NV = (logits_NV.to(log_sum_N.dtype) - log_sum_N[:, None]).exp_()
         grad_NV.scatter_add_(1, own_N[:, None], -here_N.to(grad_NV.dtype)[:, None])
@@ -68,7 +66,7 @@ def linear_cross_entropy(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, mesh: DeviceMesh | None, loss_parallel: bool, loss: TokenLoss
 ) -> Tensor:
     """Return the loss of each token of one chunk, [N]: the output head's matrix product, then the cross entropy.
-    `weight_VD`: this rank's shard of the output head; `mesh`: the ranks over which it is sharded (None: unsharded)."""
+    `weight_VD`: this rank's shard of the output head; `mesh`: the ranks with the other shards (None: unsharded)."""
     logits_NV = F.linear(x_ND, weight_VD)
     if mesh is not None and not loss_parallel:
         logits_NV = DTensor.from_local(logits_NV, mesh, [Shard(-1)]).redistribute(placements=[Replicate()]).to_local()
@@ -92,8 +90,7 @@ def chunked_cross_entropy(
     With several chunks, the forward computes each chunk's gradients along with its loss, so that the logits of only one
     chunk exist at any time and none is recomputed (as in Liger-Kernel, arXiv:2410.10989). If `weight_VD` is a DTensor,
     sharded over the vocabulary, x_ND is a DTensor that is replicated over the same ranks. `loss_parallel` leaves the
-    logits sharded over the vocabulary. `record` gets the token losses, [N], and the targets.
-    """
+    logits sharded over the vocabulary. `record` gets the token losses, [N], and the targets."""
     mesh = None
     if isinstance(weight_VD, DTensor):
         mesh = weight_VD.device_mesh
@@ -118,7 +115,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """Return the sum of all token losses, and the token losses, [N]. Save the sum's gradients for backward."""
         weight_VD = weight_VD.detach().requires_grad_(ctx.needs_input_grad[1])
-        losses, grads_x, sums = [], [], list[Tensor]()  # sums: the weight's gradient so far; empty if it is frozen
+        losses, grads_x, sums = [], [], list[Tensor]()  # sums: the weight's gradient so far; empty for a frozen weight
         wide = torch.promote_types(weight_VD.dtype, torch.float32)
         for x, targets in zip(x_ND.tensor_split(n_chunks), targets_N.tensor_split(n_chunks), strict=True):
             with torch.enable_grad():
@@ -143,8 +140,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return gradient * factor, on CUDA in one pass over memory. The product is not in place: a zero-bubble schedule
-    runs the backward twice, for one gradient each. The factor, 1 / number of valid tokens, is not rounded."""
+    """Return gradient * factor, on CUDA in one pass over memory. `gradient` stays unchanged, since a zero-bubble
+    schedule runs the backward twice. The factor, 1 / number of valid tokens, is not rounded."""
     wide = torch.promote_types(gradient.dtype, torch.float32)
     return torch.mul(gradient.to(wide), factor.to(wide), out=torch.empty_like(gradient, dtype=dtype))
 
@@ -152,4 +149,4 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 def count_valid(targets: list[Tensor], device: torch.device) -> Tensor:
     """Return the number of valid targets in this rank's per-device batches, a float64 scalar (exact up to 2^53)."""
     count = sum(int((target != IGNORED).sum()) for target in targets)
-    return torch.full((), count, dtype=torch.float64, device=device)  # fills on the device: a copy would synchronize
+    return torch.full((), count, dtype=torch.float64, device=device)  # torch.full fills on the device without a copy

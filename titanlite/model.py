@@ -1,15 +1,13 @@
-"""The Llama model, written for one device: nothing in this file knows of ranks or parallelism.
+"""The Llama model, written for one device: no code in this file depends on ranks or parallelism.
 
 A Llama has RMSNorm before each sublayer, rotary position embedding (rope.py), grouped-query attention (GQA), SwiGLU,
 and optionally tied embeddings. Sources: LLaMA (arXiv:2302.13971), Llama 2 (arXiv:2307.09288), Llama 3
-(arXiv:2407.21783). Options add what other families need (docs/families.md): sliding-window attention (Mistral,
+(arXiv:2407.21783). Options add features of other families (docs/families.md): sliding-window attention (Mistral,
 arXiv:2310.06825), biases (Qwen2, arXiv:2407.10671), norms of queries and keys and any head_dim (Qwen3,
 arXiv:2505.09388; OLMoE, arXiv:2409.02060), norms after sublayers (OLMo 2, arXiv:2501.00656), scale factors (Granite),
 layers of several kinds (Gemma 3, arXiv:2503.19786). Modules have the names that Meta's Llama code gave them.
-
 Shapes: B batch, T sequence, N = B x T tokens, D model width, H query heads, G KV heads, K head_dim, F feed-forward
-width, V vocabulary. Only attention needs the batch dimension: all other modules take tokens, [N, D].
-"""
+width, V vocabulary. Only attention needs the batch dimension: all other modules take tokens, [N, D]."""
 
 import dataclasses
 import functools
@@ -27,15 +25,15 @@ from titanlite.rope import apply_rotary_emb, rope_table
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Documents:
-    """Says which tokens of a packed sequence are one document: a token attends only to tokens of its document. The
-    class hides the tensor from fully_shard, which would move it to the device: attention reads it on the host."""
+    """Tells which tokens of a packed sequence belong to the same document: a token attends only within its document. As
+    an object of this class, the tensor is not moved to the device by fully_shard: attention reads it on the host."""
 
     positions_BT: Tensor
     """Position of each token in its document, int64 in host memory."""
 
 
 class ScaledDotProductAttention(nn.Module):
-    """Computes causal softmax(q k^T / sqrt K) v over the last `window` tokens (0: all); replaced by TiledAttention."""
+    """Computes causal softmax(q k^T / sqrt K) v over the last `window` tokens (0: all). Alternative: TiledAttention."""
 
     def __init__(self, window: int = 0):
         super().__init__()
@@ -43,7 +41,8 @@ class ScaledDotProductAttention(nn.Module):
         self.register_parameter("sinks", None)  # set by techniques/attention_sinks.py
 
     def forward(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Documents | None = None) -> Tensor:
-        """Return [B, T, H, K]. Query head h attends to KV head h * G // H. `documents` None: one per sequence."""
+        """Return [B, T, H, K]. Query head h attends to KV head h * G // H. `documents` None: a sequence is one
+        document."""
         if documents is None:
             q_BHTK, k_BGTK, v_BGTK = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
             grouped, length = q_BHTK.shape[1] != k_BGTK.shape[1], q_BHTK.shape[2]
@@ -84,14 +83,14 @@ class Attention(nn.Module):
         self.wk = nn.Linear(model.dim, kv_width, bias=bias != "none")
         self.wv = nn.Linear(model.dim, kv_width, bias=bias != "none")
         self.wo = nn.Linear(q_width, model.dim, bias=bias == "all")
-        self.norms_all_heads = model.qk_norm == "all_heads"  # one norm over the channels of all heads
+        self.norms_all_heads = model.qk_norm == "all_heads"  # a single norm covers the channels of all heads
         widths = (q_width, kv_width) if self.norms_all_heads else (self.head_dim, self.head_dim)
         self.q_norm, self.k_norm = (build_norm(model, n) if model.qk_norm else None for n in widths)
         self.is_rotated, self.query_scale = model.rope_dim > 0, model.query_scale
         self.inner_attention = ScaledDotProductAttention(model.sliding_window)
 
     def forward(self, x_ND: Tensor, rope_TK2: Tensor, documents: Documents | None) -> Tensor:
-        """Return [N, D]. Views infer the number of heads (-1), since under tensor parallel a rank has some of them."""
+        """Return [N, D]. Views infer the number of heads (-1): under tensor parallel, a rank has only some heads."""
         sizes = -1, rope_TK2.shape[-3]
         q, k, v = self.wq(x_ND), self.wk(x_ND), self.wv(x_ND)
         if self.norms_all_heads:
@@ -114,7 +113,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (arXiv:2002.05202): w2(silu(w1 x) * w3 x). `activation` may replace silu; not `is_gated`: without w3."""
+    """SwiGLU (arXiv:2002.05202): w2(silu(w1 x) * w3 x). `activation` may replace silu; `is_gated` False: without w3."""
 
     def __init__(self, dim: int, ffn_dim: int, *, bias: bool = False, activation: str = "silu", is_gated: bool = True):
         super().__init__()
@@ -157,10 +156,10 @@ class Block(nn.Module):
 
 
 class Output(nn.Linear):
-    """The output head projects to logits; given targets, it computes the loss, so that not all logits need exist."""
+    """The output head computes logits or, given targets, the loss, so that only some logits exist at a time."""
 
     loss: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """Computes a scalar from (x_ND, weight, targets_N). `loss` must be set before `forward` gets targets."""
+    """Function (x_ND, weight, targets_N) -> scalar loss, which must be set before `forward` gets targets."""
 
     def forward(self, x_ND: Tensor, targets_N: Tensor | None = None) -> Tensor:
         """Return logits [N, V], or the loss if there are targets."""
@@ -169,11 +168,9 @@ class Output(nn.Linear):
 
 class Llama(nn.Module):
     """The full model, or a pipeline stage, which lacks layers and may have no `tok_embeddings`, `norm` or `output`.
-
     build_llama.py builds a Llama on the meta device, `materialize` gives it memory, and init.py draws its weights.
-    `max_seq_len`: positions of the rotary table. `build_block`: returns the block of a layer by its number.
-    `modules`: names of the modules to build (tok_embeddings, layers.N, norm, output); None: all.
-    """
+    `max_seq_len`: positions of the rotary table. `build_block`: returns the block of a layer by its number. `modules`:
+    names of the modules to build (tok_embeddings, layers.N, norm, output); None: all."""
 
     def __init__(
         self,
@@ -206,13 +203,13 @@ class Llama(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Make the output head's weight the embedding's, if embeddings are tied. Repeat after replacing weights."""
+        """If embeddings are tied, let the output head use the embedding's weight. Repeat after replacing weights."""
         if self.tied:
             self.output.weight = self.tok_embeddings.weight
 
     def materialize(self, device: torch.device, *, weights_on_cpu: bool = False) -> None:
-        """Give a model on the meta device memory; tie weights again, and compute the rotary tables, which no checkpoint
-        contains. `weights_on_cpu`: weights are in host memory, for CPU offload."""
+        """Allocate memory for a model on the meta device, tie its weights again, and compute the rotary tables, which
+        no checkpoint contains. `weights_on_cpu`: weights are in host memory, for CPU offload."""
         self.to_empty(device="cpu" if weights_on_cpu else device)
         self.tie()
         dtype = next(self.parameters()).dtype
@@ -228,9 +225,10 @@ class Llama(nn.Module):
         targets: Tensor | None = None,
     ) -> Tensor:
         """Return logits [B, T, V], or the loss if there are targets; from a stage without output head, return [N, D].
-        `tokens`: [B, T] token ids; in a stage without embedding, the previous stage's [N, D]. `positions`: [T] or
-        [B, T], the position of each token for the rotary embedding; None: 0 .. T-1, where T is max_seq_len in a stage
-        without embedding. `documents` None: a sequence is one document. `targets`: [B, T] token ids; -100: no loss."""
+        `tokens`: [B, T] token ids; in a stage without embedding, the input [N, D] of its first layer. `positions`: [T]
+        or [B, T], the position of each token for the rotary embedding; None: 0 .. T-1, where T is max_seq_len in a
+        stage without embedding. `documents` None: a sequence is one document. `targets`: [B, T] token ids; -100: no
+        loss."""
         length = self.max_seq_len if self.tok_embeddings is None else tokens.shape[1]
         ropes = (self.rope[:, :length] if positions is None else self.rope[:, positions]).unbind()
         x_ND = tokens if self.tok_embeddings is None else self.embed(tokens, positions)
@@ -251,7 +249,7 @@ class Llama(nn.Module):
         return x_ND
 
     def embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """Return the residual stream before the first layer, [N, D]; the arguments are those of `forward`."""
+        """Return the residual stream before the first layer, [N, D]; arguments as for `forward`."""
         x_ND = self.tok_embeddings(tokens.flatten())
         if self.embedding_scale != 1:
             x_ND = x_ND * self.embedding_scale

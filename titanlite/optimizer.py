@@ -14,7 +14,7 @@ from titanlite.parallel.shards import local_shard, n_replicas
 
 def parameter_groups(parameters: Iterable[tuple[str, nn.Parameter]], optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return the trained parameters in groups for an optimizer: matrices with weight decay, and vectors without it.
-    Experts have groups of their own, since the mesh of their DTensors may differ."""
+    Experts have separate groups, since their DTensors may have another mesh."""
     groups = {(of_experts, decays): [] for of_experts in (False, True) for decays in (True, False)}
     for name, parameter in filter(lambda each: each[1].requires_grad, parameters):  # frozen weights have no states
         groups[".experts." in name, parameter.dim() > 1 and not name.endswith("bias")].append(parameter)
@@ -50,24 +50,24 @@ def set_lr(optimizer: torch.optim.Optimizer, step: int, section: Optimizer, lr_s
     """Set the learning rate of a step, counted from 1, in all parameter groups, and return the rate."""
     lr = section.lr * lr_factor(step, lr_scheduler)
     for group in optimizer.param_groups:
-        # A tensor is an argument of compiled code: replace the value of the tensor, not the tensor.
+        # A tensor is an argument of compiled code: change the tensor's value, and keep the tensor.
         group["lr"] = group["lr"].fill_(lr) if isinstance(group["lr"], Tensor) else lr
     return lr
 
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
-    """Return the gradient norm, the 2-norm over all gradients of all pipeline stages and shards: a float64 scalar on
-    `device`, the same on every rank. Every rank must call it."""
+    """Return the 2-norm of all gradients together, over all pipeline stages and shards: a float64 scalar on `device`,
+    the same on every rank. Every rank must call it."""
     squares = torch.zeros((), dtype=torch.float64, device=device)
     by_replicas: dict[int, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
             by_replicas.setdefault(n_replicas(parameter.grad), []).append(local_shard(parameter.grad))
     for replicas, shards in by_replicas.items():
-        wide = torch.promote_types(shards[0].dtype, torch.float32)  # bfloat16 norms would be rounded to 8 bits
+        wide = torch.promote_types(shards[0].dtype, torch.float32)  # a bfloat16 norm would be rounded to 8 bits
         norms = torch.stack(torch._foreach_norm(shards, 2, wide)).to(device, torch.float64)
-        squares += norms.square().sum() / replicas  # n ranks have the same shard: each adds 1/n of its square
+        squares += norms.square().sum() / replicas  # each of n ranks with the same shard adds 1/n of the squared norm
     dist.all_reduce(squares)
     return squares.sqrt()
 
@@ -86,7 +86,7 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 
 def scales_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer's `step` itself scales gradients and skips updates, by grad_scale and found_inf.
-    Weights in float64 give False, since the fused step would round the factor to float32."""
+    False for float64 weights: the fused step would round the factor to float32."""
     in_float64 = optimizer.param_groups[0]["params"][0].dtype == torch.float64
     return getattr(optimizer, "_step_supports_amp_scaling", False) and not in_float64
 

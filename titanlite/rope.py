@@ -14,10 +14,9 @@ def rope_frequencies(model: Model, length: int) -> Tensor:
 
     A rope_scaling_factor > 1 stretches wavelengths. "linear" stretches all. "llama3" stretches wavelengths above
     rope_original_seq_len / rope_low_freq_factor, keeps wavelengths below rope_original_seq_len / rope_high_freq_factor,
-    and blends between (Llama 3.1 model card and reference code). "yarn" (arXiv:2309.00071) is "llama3" with the
-    factors rope_beta_slow and rope_beta_fast, but blends by a pair's index, not its wavelength. "longrope"
-    (arXiv:2402.13753) has a factor for each pair: another for sequences (`length`) above rope_original_seq_len.
-    """
+    and blends between (Llama 3.1 model card and reference code). "yarn" (arXiv:2309.00071) is "llama3" with the factors
+    rope_beta_slow and rope_beta_fast, but blends by a pair's index, not its wavelength. "longrope" (arXiv:2402.13753)
+    has two factors for each pair, one of them for a `length` above rope_original_seq_len."""
     dim, scaling = model.rope_dim, model.rope_scaling_factor
     frequency = model.rope_theta ** -(torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim)
     if scaling == 1:
@@ -37,10 +36,10 @@ def rope_frequencies(model: Model, length: int) -> Tensor:
 
 
 def _yarn_ramp(model: Model) -> Tensor:
-    """Return how far YaRN stretches each pair of channels, from 0 to 1, [R/2] in float64. The ramp begins and ends at
-    whole indices of pairs, as in the paper's code, unless rope_yarn_truncate = false."""
+    """Return the share of YaRN's stretching that each pair of channels gets, from 0 to 1, [R/2] in float64. The ramp
+    begins and ends at whole indices of pairs, as in the paper's code, unless rope_yarn_truncate = false."""
 
-    def pair_with(periods: float) -> float:  # fractional index of the pair with `periods` in rope_original_seq_len
+    def pair_with(periods: float) -> float:  # fractional index of a pair with `periods` periods
         wavelength = model.rope_original_seq_len / periods
         return model.rope_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(model.rope_theta))
 
@@ -53,7 +52,7 @@ def _yarn_ramp(model: Model) -> Tensor:
 
 def rope_magnitude(model: Model) -> float:
     """Return the factor by which YaRN (arXiv:2309.00071, section 3.4) and LongRoPE scale rotated queries and keys, so
-    that attention over longer sequences stays as sharp; 1 for other types of scaling."""
+    that attention stays sharp over longer sequences; 1 for other types of scaling."""
     if model.rope_scaling_factor == 1 or model.rope_scaling_type not in ("yarn", "longrope"):
         return 1.0
     if model.rope_attention_factor != -1:
@@ -66,7 +65,7 @@ def rope_magnitude(model: Model) -> float:
 
 def rope_table(model: Model, length: int, dtype: torch.dtype, angle_dtype: torch.dtype = torch.float64) -> Tensor:
     """Return cos and sin of position * frequency, times rope_magnitude, [length, K/2, 2], in float32 or better.
-    Unrotated channels come last: cos 1, sin 0. In float32, a sine of positions in the millions would be inaccurate."""
+    Unrotated channels come last: cos 1, sin 0. `angle_dtype` float32 is inaccurate for positions in the millions."""
     frequencies, magnitude = rope_frequencies(model, length).to(angle_dtype), rope_magnitude(model)
     angles = torch.outer(torch.arange(length, dtype=angle_dtype, device="cpu"), frequencies)
     table = magnitude * torch.stack((angles.cos(), angles.sin()), dim=-1)
@@ -75,13 +74,13 @@ def rope_table(model: Model, length: int, dtype: torch.dtype, angle_dtype: torch
 
 
 def apply_rotary_emb(x_BTHK: Tensor, rope_TK2: Tensor) -> Tensor:
-    """Rotate each pair of neighbouring channels of queries or keys by its position's angle, in float32 or better.
-    `rope_TK2` contains cos and sin: [T, K/2, 2], or [B, T, K/2, 2] if positions differ between sequences."""
+    """Rotate each pair of neighbouring channels of queries or keys by the angle of its token's position, in float32 or
+    better. `rope_TK2` contains cos and sin: [T, K/2, 2], or [B, T, K/2, 2] if positions differ between sequences."""
     pairs = x_BTHK.to(torch.promote_types(x_BTHK.dtype, torch.float32)).unflatten(-1, (-1, 2))
     cos_sin = rope_TK2.unsqueeze(-3)
     if torch.compiler.is_compiling():  # inductor has no complex kernels, but fuses these real operators into one
         (cos, sin), signs = cos_sin.unsqueeze(-1).unbind(-2), 2 * torch.arange(2, device=pairs.device) - 1
         rotated = pairs * cos + pairs.flip(-1) * (sin * signs)
-    else:  # the complex product is one pass over memory; in eager mode the operators above are seven
+    else:  # the complex product is one pass over memory; the operators above are seven in eager mode
         rotated = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.view_as_complex(cos_sin))
     return rotated.flatten(-2).to(x_BTHK.dtype)

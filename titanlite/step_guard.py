@@ -1,6 +1,6 @@
 """Skip updates whose loss or gradients are not finite or are outliers, and adapt the loss scale of float16. The device
-decides whether to take an update, alike on all ranks, so that the host can queue the optimizer step without waiting.
-The host reports a skipped update later, when it has read the loss and the gradient norm."""
+makes this decision, the same on all ranks, so that the host can queue the optimizer step without waiting. The host
+reports a skipped update later, when it has read the loss and the gradient norm."""
 
 import math
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ class Confirming(Protocol):
     """The methods of a run's checkpoints that StepGuard calls."""
 
     def confirm(self, step: int) -> None:
-        """Record that the loss of a step was finite, which makes checkpoints of earlier steps good."""
+        """Record that the loss of a step was finite, so that checkpoints of earlier steps become good."""
 
     def after_divergence(self) -> str:
         """Set aside the checkpoints whose weights gave no finite loss, and return text for the error message."""
@@ -28,7 +28,7 @@ class Owner(Protocol):
     """An object whose state a checkpoint stores in state.json."""
 
     def state(self) -> dict[str, Any]:
-        """Return the object's state as plain JSON, under one key."""
+        """Return the object's state as plain JSON, under a single key."""
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore the object from the state of a checkpoint. Raises ConfigError if the entry is damaged."""
@@ -61,7 +61,7 @@ class StepGuard:
 
     def __init__(self, n_allowed: int, loss_scale: LossScale | None = None, outliers: OutlierSteps | None = None):
         self.n_allowed, self.n_nonfinite = n_allowed, 0
-        """The numbers of steps without a finite loss and gradient norm that are allowed, and that have occurred."""
+        """How many steps without a finite loss and gradient norm are allowed, and how many have occurred."""
         self.last_loss = 0.0
         self._loss_scale, self._outliers = loss_scale, outliers
 
@@ -77,7 +77,7 @@ class StepGuard:
 
     def settle(self, step: int, loss: float, norm: float, own_loss_sum: Tensor, checkpoints: Confirming) -> None:
         """Record a step's loss and gradient norm, and print a line if the update was skipped. `own_loss_sum`: the sum
-        of this rank's token losses, which tells the ranks without a finite loss. Raises TrainingError if more steps
+        of this rank's token losses, which tells which ranks have no finite loss. Raises TrainingError if more steps
         than training.nonfinite_steps_allowed have no finite loss and norm, or a full window of steps were outliers."""
         scale = self._loss_scale
         overflowed = scale is not None and math.isfinite(loss) and not math.isfinite(norm)
@@ -115,7 +115,7 @@ class StepGuard:
             owner.load(state)
 
     def report_divergence(self, vocab_size: int) -> None:
-        """Print a line if the last loss is more than 1 nat above that of a uniform guess, or nan."""
+        """Print a line if the last loss is nan, or more than 1 nat above the loss of a uniform guess."""
         if not self.last_loss <= (limit := math.log(vocab_size) + 1):  # `not <=` is also true for nan
             above = f"is above {limit:.4g}, 1 more than a uniform guess has: it has diverged"
             log_rank0(f"the last loss, {self.last_loss:,.4g}, {above}")

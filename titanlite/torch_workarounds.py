@@ -1,5 +1,5 @@
-"""Workarounds for faults of torch, one function or class per fault. Each docstring names the faulty versions, what goes
-wrong, and when to remove the workaround. config/torch_versions.py rejects options that an old torch cannot run."""
+"""Workarounds for faults of torch, one function or class per fault. Each docstring tells the faulty versions of torch,
+the fault, and when to remove the workaround. config/torch_versions.py rejects options that an old torch cannot run."""
 
 import contextlib
 import functools
@@ -20,7 +20,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 def backend_without_random_states(name: str) -> Callable[..., Any]:
     """Return the torch.compile backend `name`, changed to take all operators as deterministic. Torch takes attention as
     random even without dropout: on a CPU, recomputed blocks fail under TP, since 2.12 and 2.13 save a random state
-    behind a DTensor's mesh, where they expect no tensor. Remove when 2.14 is required. Private:
+    after a DTensor's mesh, where they expect no tensor. Remove when 2.14 is required. Private:
     partitioners.has_recomputable_rng_ops (tried on 2.11 to 2.15), torch._dynamo.lookup_backend (tried on 2.13)."""
     from torch._functorch import partitioners  # imported here, since most runs compile nothing
 
@@ -37,8 +37,8 @@ def backend_without_random_states(name: str) -> Callable[..., Any]:
 
 
 def checkpointed_half(recompute: Callable[..., Any], attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that recomputes `attend`. The code object of this function differs from all others, since torch
-    2.11 confuses compiled functions that share a code object. Remove when 2.12 is required."""
+    """Return a function that recomputes `attend`. Each returned function has its own code object, since torch 2.11
+    confuses compiled functions that share one. Remove when 2.12 is required."""
 
     def checkpointed_attend(*args: Any) -> Any:
         return recompute(attend, *args)
@@ -47,13 +47,12 @@ def checkpointed_half(recompute: Callable[..., Any], attend: Callable[..., Any])
 
 
 class NothingToReduce:
-    """Replaces the reduce-scatter on one rank, for which fully_shard copies gradients from an input buffer to an output
-    buffer: `allocate` returns the same buffer for both, so that no copy is made.
+    """Replaces the reduce-scatter on one rank, where fully_shard copies gradients from an input buffer to an output
+    buffer: `allocate` returns the same buffer for both.
 
     fully_shard allocates the input on the compute stream and the output on the reduce-scatter stream, and frees the
     input before the reduce-scatter stream has read it (2.11 and 2.13). `record_stream` keeps the compute stream from
-    overwriting the gradients too early. Remove when fully_shard copies nothing on one rank.
-    """
+    overwriting the gradients too early. Remove when fully_shard copies nothing on one rank."""
 
     buffer: Tensor | None = None
 
@@ -70,7 +69,7 @@ class NothingToReduce:
 def gather_with(block: nn.Module, module: nn.Module) -> None:
     """Have FSDP gather the weights of `module`, a part of `block`, before the block's forward. If FSDP gathered weights
     inside the block, activation checkpointing would run FSDP's operators again, and the compiler would see them. Remove
-    when fully_shard has an option for it. Private: the handles of a module's two hooks (tried on 2.11 and 2.13)."""
+    when fully_shard has such an option. Private: the handles of a module's two hooks (tried on 2.11 and 2.13)."""
     state = module._get_fsdp_state()
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
@@ -92,13 +91,13 @@ def look_up(module: nn.Module, mesh: DeviceMesh, tokens_N: Tensor) -> Tensor:
 def ignore_warnings_of_views() -> None:
     """Hide fully_shard's warnings about modules whose output is a view (2.11 to 2.15). In-place operations on a view
     would lose FSDP's hook, but this model has none; outputs of parallelized modules are views of DTensors. Remove when
-    torch warns of the in-place operation instead."""
+    torch warns only of in-place operations."""
     warnings.filterwarnings("ignore", message=".* returned a view tensor", category=UserWarning)
 
 
 def open_communicator(group: dist.ProcessGroup, zero: Tensor) -> None:
-    """Have NCCL create the communicator of a pipeline's group now. Torch 2.13 creates the communicator when the first
-    message is sent. Remove when the pipeline schedule opens the communicator."""
+    """Have NCCL create the communicator of a pipeline's group now. Torch 2.13 creates it only when the first message is
+    sent. Remove when the pipeline schedule opens the communicator."""
     dist.all_reduce(zero, group=group)
 
 

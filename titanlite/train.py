@@ -6,8 +6,7 @@
     python train.py CONFIG.toml [...]                            one rank
 
 Exit status: 0 after the last step, or after a stop signal (launch/process.py) and a save; 2 if the config, the launch,
-the data or the checkpoint is wrong (one line per problem on stderr); 1 after any other error.
-"""
+the data or the checkpoint is wrong (one line per problem on stderr); 1 after any other error."""
 
 import functools
 import os
@@ -45,7 +44,7 @@ def train(config: Config, launch: Launch, signals: process.Signals) -> dict[str,
     device = device_of(launch)
     build.set_seed(config.debug, launch.rank)
 
-    # Build the run. Only build.py knows which techniques a config asks for.
+    # Build the run. build.py chooses the techniques that the config asks for.
     mark("building the run")
     layout = mesh.build_layout(config.parallelism, device)
     data = build.build_data(config, builds_cache=launch.local_rank == 0)
@@ -56,7 +55,7 @@ def train(config: Config, launch: Launch, signals: process.Signals) -> dict[str,
     run = build.Run(config, layout, device, model, stages, optimizer, data, signals)
     groups = build.build_groups(run)
     train_step = build.build_train_step(run, groups)
-    set_timeout(device, config.comm.init_timeout_seconds)  # torch gives a new process group its default timeout
+    set_timeout(device, config.comm.init_timeout_seconds)  # new process groups have torch's default timeout
     guard, sizes = build.build_guard(config.training, device), build.parameter_sizes(config)
     meter, logger = build.build_metrics(config, launch, device, sizes)
     log_rank0(run_summary(config, sum(sizes.values()), data.train, data.validation, meter.peak.source))
@@ -85,13 +84,13 @@ def train(config: Config, launch: Launch, signals: process.Signals) -> dict[str,
             mark(COMPILES)
             with progress(f"step {step}: compiling", enabled=is_first and launch.rank == 0 and config.compile.enable):
                 loss_sum, valid = train_step.gradients(step, batches, guard.loss_scale)
-            if not is_first:  # a rank that has compiled may wait below for other ranks
+            if not is_first:  # this rank may wait below for ranks that still compile
                 mark("updating the weights")
 
-            # One small all-reduce tells every rank the loss and whether some rank was asked to stop or to save. Either
-            # all ranks take the update or none does. The host reads the loss later, so that the device need not wait.
+            # One small all-reduce gives every rank the loss, and tells whether any rank was asked to stop or to save.
+            # All ranks take the update, or none. The host reads the loss later, so that the device need not wait.
             totals = groups.totals(loss_sum, valid, parameters, signals, *loader.step_counts)
-            if totals is None:  # a replica group was lost: the other groups repeat this step
+            if totals is None:  # a replica group failed: the other groups repeat this step
                 optimizer.zero_grad()
                 loader.take_back(batches)
                 continue
@@ -149,8 +148,8 @@ def loss_after_training(
 
 
 def claim_folders(config: Config, launch: Launch, origins: dict[str, str], lost: Callable[[str], None]) -> None:
-    """Check the folders that a run reads and writes, and lock them against other runs. If another run takes the lock
-    over, `lost` is called with a message. Raises ConfigError if a folder cannot be used or another run has it."""
+    """Check the folders that a run reads and writes, and lock written folders against other runs. If another run takes
+    over a lock, `lost` is called with a message. Raises ConfigError if a folder is unusable or locked."""
     folders = folders_of_run(config.job, config.checkpoint, config.metrics, config.profiling)
     if launch.local_rank == 0:
         if config.checkpoint.initial_load_path != SEEDED:
@@ -163,7 +162,7 @@ def claim_folders(config: Config, launch: Launch, origins: dict[str, str], lost:
 
 
 def export_weights(config: Config, launch: Launch) -> None:
-    """Write the last step as a Hugging Face folder if checkpoint.last_save_in_hf. Only rank 0 does anything."""
+    """If checkpoint.last_save_in_hf is set, rank 0 writes the last step as a Hugging Face folder."""
     if config.checkpoint.last_save_in_hf and launch.rank == 0:
         from titanlite.checkpoint.export import export_last_step
 

@@ -1,5 +1,5 @@
-"""One optimizer step (gradients, sums over ranks, update), and the validation loss, without gradients. Training, parity
-tests, tests of replica groups and the planner all run this file's code."""
+"""One optimizer step (gradients, sums over ranks, update), and the validation loss, which needs no gradients. Training,
+parity tests, tests of replica groups and the planner all run this file's code."""
 
 import dataclasses
 import math
@@ -48,23 +48,23 @@ class SingleStageRunner(Runner):
 
 
 class Totals(NamedTuple):
-    """A step's numbers, the same on every rank, on the device."""
+    """The results of a step, on the device, the same on every rank."""
 
     numbers: Tensor
-    """Float64: the mean loss, the gradient norm, how many ranks were asked to stop and to save, and sums of counts."""
+    """Float64: mean loss, gradient norm, numbers of ranks that were asked to stop and to save, and sums of counts."""
 
     @property
     def norm(self) -> Tensor:
         return self.numbers[1]
 
     def read(self) -> list[float]:
-        """Return `numbers` to the host. In a step without logging, the host waits for the device only here."""
+        """Copy `numbers` to the host. In a step without logging, only this call makes the host wait for the device."""
         return self.numbers.tolist()
 
 
 def sum_over_ranks(loss_sum: Tensor, signals: Signals, *counts: float) -> Tensor:
-    """Return four or more sums over all ranks, [3 + number of counts]: of the losses, of the ranks that were asked to
-    stop, of the ranks that were asked to save, and of each of `counts`."""
+    """Return sums over all ranks, [3 + number of counts]: the losses, the number of ranks that were asked to stop, the
+    number of ranks that were asked to save, and each of `counts`."""
     others = [torch.full_like(loss_sum, each) for each in (signals.stopping, signals.asked_to_save, *counts)]
     sums = torch.stack([loss_sum, *others])
     dist.all_reduce(sums)
@@ -72,7 +72,7 @@ def sum_over_ranks(loss_sum: Tensor, signals: Signals, *counts: float) -> Tensor
 
 
 class SavedState(Protocol):
-    """The methods of RunState, the state of a run that a checkpoint stores beside tensors."""
+    """The methods of RunState, the state of a run that a checkpoint stores in addition to tensors."""
 
     def save(self) -> dict[str, Any]:
         """Return the run's state as plain JSON. Every rank must call it."""
@@ -102,14 +102,14 @@ class OneGroup:
         self, loss_sum: Tensor, valid: Tensor, parameters: Iterable[nn.Parameter], signals: Signals, *counts: float
     ) -> Totals | None:
         """Return the mean loss, the gradient norm, the numbers of ranks asked to stop or to save, and the sums of
-        `counts`, over all ranks. `valid`: the global number of valid tokens. Return None if a replica group was lost:
-        the step must be repeated. Every rank must call it."""
+        `counts`, over all ranks. `valid`: the global number of valid tokens. Return None if a replica group failed: the
+        step must be repeated. Every rank must call it."""
         norm = gradient_norm(parameters, loss_sum.device)
         loss, *others = sum_over_ranks(loss_sum, signals, *counts)
         return Totals(torch.stack([loss / valid, norm, *others]))
 
     def final_step(self, step: int) -> int:
-        """Return the step of the weights with which a run ends after `step`."""
+        """Return the step whose weights a run has if it ends after `step`."""
         return step
 
     def metrics(self) -> dict[str, float]:
@@ -129,10 +129,10 @@ class Observer:
 
     def after_backward(self, step: int, batches: list[Batch], loss_sum: Tensor, *, is_test: bool) -> None:
         """Called after each backward, while the parameters have gradients. `loss_sum`: the sum of this rank's token
-        losses. `is_test`: the final weights are tested on one more batch, and no update follows."""
+        losses. `is_test`: this batch only tests the final weights, and no update follows."""
 
     def after_validation(self, step: int) -> None:
-        """Called after each validation, with the step of its weights."""
+        """Called after each validation. `step`: the step of the validated weights."""
 
     def metrics(self) -> dict[str, float]:
         """Return the observer's metrics since the last call, by tag. Every rank must call it."""
@@ -162,7 +162,7 @@ class TrainStep:
     parallelism: Parallelism
     device: torch.device
     contributes_loss: bool
-    """Whether sums include this rank's tokens and losses: true for one of the ranks that work on the same tokens."""
+    """Whether sums include this rank's tokens and losses: true for one of the ranks that have the same tokens."""
     max_norm: float
     """The global gradient norm to which gradients are clipped."""
     balance: Balance | None = None
@@ -173,7 +173,7 @@ class TrainStep:
     def gradients(
         self, step: int, batches: list[Batch], loss_scale: float = 1.0, *, is_test: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Compute a step's gradients and call the observers. See Observer for `is_test`, else `forward_backward`."""
+        """Call forward_backward, whose result is returned, and the observers. `is_test`: as in Observer."""
         self.runner.prepare(batches[0])  # observers do not see this call
         for observer in self.observers:
             observer.before_backward(step)
@@ -212,9 +212,9 @@ class TrainStep:
             self.balance.update(taken)
 
     def largest_loss(self, loss_sum: Tensor, batches: list[Batch]) -> float:
-        """Return the largest of the mean losses of single ranks, in nats per token. Every rank must call it."""
+        """Return the largest of the ranks' mean losses, in nats per token. Every rank must call it."""
         own = loss_sum / count_valid([batch.targets for batch in batches], loss_sum.device)
-        # The mean is 0 / 0, nan, on a rank without valid tokens.
+        # On a rank without valid tokens, the mean is 0 / 0 = nan.
         own = own.nan_to_num(nan=-math.inf) if self.contributes_loss else torch.full_like(own, -math.inf)
         dist.all_reduce(own, dist.ReduceOp.MAX)
         return own.item()
@@ -235,7 +235,7 @@ class TrainStep:
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in batches:
             if signals:
-                stopping = torch.tensor(float(signals.stopping))  # reduced on the host: no rank waits for its device
+                stopping = torch.tensor(float(signals.stopping))  # a tensor on the host: no rank waits for its device
                 dist.all_reduce(stopping)
                 if stopping:
                     fsdp.reshard(self.model)

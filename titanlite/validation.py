@@ -1,4 +1,4 @@
-"""The validation loss of a training run, every validation.freq steps and after the last one."""
+"""The validation loss of a training run, every validation.freq steps and after the last step."""
 
 from collections.abc import Callable, Iterator
 

@@ -699,8 +699,8 @@ HELP = {
     "  --parallelism.module_fqns_per_model_part   a list of lists of strings; default []",
     "  --float8.filter_fqns   a list of strings; default []",
     "  --training.datasets   an array of tables; default []",
-    "      epochs: -1, or a finite number > 0; default -1. Epochs, also a fraction, after which the mixture no longer "
-    "uses the dataset. -1: no limit.",
+    "      epochs: -1, or a finite number > 0; default -1. Number of epochs, possibly fractional, after which the "
+    "mixture no longer reads the dataset. -1: no limit.",
     '  --activation_checkpoint.selective_ac_option   one of "op", "every_second_mm", "attention", or an integer >= 1; '
     'default "op"',
     "  --lr_scheduler.min_lr_factor   a finite number >= 0 and <= 1; default 0.0",

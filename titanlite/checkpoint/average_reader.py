@@ -10,7 +10,7 @@ from titanlite.config.loader import ConfigError
 
 
 class AverageReader(CheckpointReader):
-    """Reads the average (EMA) of each weight in place of the weight. Raises ConfigError without averages."""
+    """Reads the average (EMA) of each weight in place of the weight. Raises ConfigError if there are no averages."""
 
     def __init__(self, path: Path):
         super().__init__(path)
@@ -22,5 +22,5 @@ class AverageReader(CheckpointReader):
             raise ConfigError([f"{path}: has {problem}; expected a checkpoint of a run with ema.decay above 0"])
 
     def read(self, name: str) -> Tensor:
-        """Return the average of a full weight, or a buffer, which has no average, in host memory."""
+        """Return the average of a full weight, in host memory. Buffers have no average and are returned as saved."""
         return super().read(self._averages.get(name, name))

@@ -26,7 +26,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> str:
 
 
 def listed(old: Mapping[str, Any], new: Mapping[str, Any], begins: tuple[str, ...] = ("",)) -> str:
-    """Return the options that differ, with both values, if their names begin with one of `begins`."""
+    """Return the options whose names begin with one of `begins` and whose values differ, with both values."""
     changed = {key: values for key, values in differences(old, new).items() if key.startswith(begins)}
     return ", ".join(f"{key} {shown(before)} -> {shown(after)}" for key, (before, after) in changed.items())
 

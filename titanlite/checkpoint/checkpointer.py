@@ -5,8 +5,7 @@
     state.json                      step, data position and the identity that a resumed run must share
 
 No file contains code: tensors are in safetensors files, everything else is JSON. folder.py lists the folder names of
-checkpoints by their state, such as unconfirmed or damaged.
-"""
+checkpoints by their state, such as unconfirmed or damaged."""
 
 import contextlib
 import json
@@ -88,7 +87,7 @@ class Checkpointer(NoCheckpoints):
         self._saving: tuple[int, bool, Future[None], contextlib.ExitStack] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save checkpoint")
         self._host_copies: dict[str, Tensor] = {}
-        # Saves have a group of their own, since an asynchronous save communicates in a thread beside the training's.
+        # Saves have a separate process group, since asynchronous saves communicate in a thread during training.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.comm.init_timeout_seconds))
         self._names = CheckpointFolder(self.folder, checkpoint.keep_latest_k)
         if dist.get_rank() == 0:
@@ -111,9 +110,10 @@ class Checkpointer(NoCheckpoints):
 
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         """Load the newest checkpoint into model and optimizer, and random states if the number of ranks is the same.
-        Return the `state` that `save` got, with `step`; None without a checkpoint. Raises ConfigError if load_step is
-        not the newest step, the identity differs, or the checkpoint is damaged (on_corrupt = "previous": all are)."""
-        names = self._from_rank0(self._names.to_resume)  # on a network disk, ranks may see different names
+        Return the `state` that was passed to `save`, with the key `step`; None without a checkpoint. Raises ConfigError
+        if load_step is not the newest step, the identity differs, or the checkpoint (with on_corrupt = "previous":
+        every one) is damaged."""
+        names = self._from_rank0(self._names.to_resume)  # ranks may see different names on a network disk
         steps = [state_of(Path(name))[0] for name in names]
         if self.checkpoint.load_step not in (-1, *steps[-1:]):
             problem = f"checkpoint.load_step = {self.checkpoint.load_step}: expected the newest step in {self.folder}, "
@@ -148,8 +148,8 @@ class Checkpointer(NoCheckpoints):
         *,
         is_last: bool = True,
     ) -> None:
-        """Save a step, after an earlier asynchronous save is done. `state`: plain JSON, the same on every rank. Raises
-        TrainingError if one of both cannot be written, and checkpoint.on_error = "fail" or the step `is_last`."""
+        """Wait for the previous asynchronous save, then save a step. `state`: plain JSON, the same on every rank.
+        Raises TrainingError if one of these two saves fails and checkpoint.on_error is "fail" or the step `is_last`."""
         self.finish()
         with self._stops_training(), self._tolerated(step, is_last):
             with self._saves(step):
@@ -174,7 +174,7 @@ class Checkpointer(NoCheckpoints):
                     self._saved(step)
 
     def _copied_to_host(self, slices: tensors.Slices) -> tensors.Slices:
-        """Copy slices to host memory, which is allocated in the first save, pinned if the tensors are on CUDA."""
+        """Copy slices to host memory. The first save allocates this memory, pinned if the tensors are on CUDA."""
         copies = {}
         for name, (tensor, offset, shape) in slices.items():
             copy = self._host_copies.get(name)
@@ -189,7 +189,7 @@ class Checkpointer(NoCheckpoints):
 
     def _write(self, step: int, slices: tensors.Slices, state: bytes) -> None:
         """Write this rank's file. After all ranks have written their files, rank 0 writes state.json and the manifest,
-        and renames the folder. An asynchronous save needs nothing else to be complete, even if the training fails."""
+        and renames the folder. An asynchronous save is then complete, even if the training fails."""
         rank, stored, folder = dist.get_rank(), None, self.folder / f"step-{step}{TEMPORARY}"
         file = folder / f"rank-{rank:05d}.safetensors"
         with self._saves(step):
@@ -253,14 +253,14 @@ class Checkpointer(NoCheckpoints):
 
     @contextlib.contextmanager
     def finished_on_error(self) -> Iterator[None]:
-        """If the body raises, finish an asynchronous save before the run ends. [comm] limits waiting for dead ranks."""
+        """If the body raises, finish an asynchronous save before the run ends. [comm] limits this wait."""
         try:
             yield
         except Exception:
             step = self._saving[0] if self._saving else 0
             try:
                 self.finish()
-            except Exception as error:  # print one line: `raise` below raises the body's error
+            except Exception as error:  # print this error; `raise` below raises the body's error
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 print(f"checkpoint step-{step} was not finished: {reason}", file=sys.stderr, flush=True)
             raise
@@ -281,8 +281,8 @@ class Checkpointer(NoCheckpoints):
                 raise TrainingError(problem) from None
 
     def set_aside(self, suffix: str) -> str:
-        """Rename the checkpoints whose weights gave no finite loss (`suffix` DIVERGED), or those saved since replicas
-        last agreed (SUSPECT). Return words about these checkpoints for the error message. Every rank must call it."""
+        """Rename checkpoints whose weights gave no finite loss (`suffix` DIVERGED), or that were saved since replicas
+        last agreed (SUSPECT). Return text about them for the error message. Every rank must call it."""
         with contextlib.suppress(NotSavedError):
             self.finish()
         steps = [step for step in self.unconfirmed if suffix == SUSPECT or step >= self._finite_step]
@@ -293,8 +293,8 @@ class Checkpointer(NoCheckpoints):
         return f"; {self.set_aside(DIVERGED)}; {GET_PAST}"
 
     def confirm_last(self, step: int, loss: float, *, may_fail: bool) -> None:
-        """Confirm the checkpoint of a run's last step if its weights give a finite `loss`. Raises TrainingError if not,
-        unless `may_fail`: the config allows one more non-finite step, and the checkpoint stays unconfirmed."""
+        """Confirm the checkpoint of a run's last step if `loss`, computed with the checkpoint's weights, is finite.
+        Otherwise raise TrainingError, unless the config allows one more non-finite step (`may_fail`)."""
         if math.isfinite(loss):
             self.confirm(step + 1)
         elif not may_fail:

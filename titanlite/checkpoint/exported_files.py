@@ -18,12 +18,12 @@ BESIDE_THE_TOKENIZER = (
     *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
 )
 LARGEST_FILE = 2**28
-"""The most bytes of a file that is read."""
+"""Largest file, in bytes, that is read."""
 
 
 def tokenizer_files(tokenizer: Tokenizer, max_seq_len: int) -> dict[str, bytes]:
-    """Return the files of a tokenizer by name. If tokenizer_config.json lacks tokenizer_class, add the class of the
-    training, since other programs would guess a class; if it lacks model_max_length, add `max_seq_len`."""
+    """Return the files of a tokenizer by name. If tokenizer_config.json lacks tokenizer_class, add the class used in
+    training, which other programs could only guess; if it lacks model_max_length, add `max_seq_len`."""
     path, name = Path(tokenizer.path).expanduser(), BESIDE_THE_TOKENIZER[0]
     file = path / "tokenizer.json" if path.is_dir() else path
     found = [each for each in BESIDE_THE_TOKENIZER if (file.parent / each).is_file()]
@@ -31,11 +31,11 @@ def tokenizer_files(tokenizer: Tokenizer, max_seq_len: int) -> dict[str, bytes]:
     config = {"tokenizer_class": tokenizer.call(class_of), "model_max_length": max_seq_len}
     config |= read_json_object(file.parent / name) if name in files else {}
     files[name] = json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
-    return {**files, "tokenizer.json": read_file(file, LARGEST_FILE)}  # `file` may have another name than the export's
+    return {**files, "tokenizer.json": read_file(file, LARGEST_FILE)}  # the tokenizer's file may have another name
 
 
 def class_of(tokenizer: Tokenizer) -> str:
-    """Return the name of a tokenizer's class in transformers, in a form that version 4 also has."""
+    """Return the name of a tokenizer's class that transformers 4 and 5 both have."""
     name = type(tokenizer.loaded).__name__  # type: ignore[attr-defined]
     return "PreTrainedTokenizerFast" if name == "TokenizersBackend" else name
 
@@ -70,7 +70,7 @@ def model_card(path: Path, name: str, config: dict[str, Any], source: Path | Non
 
 
 def _losses(run: Path, step: int) -> str:
-    """Return a line with the last training loss and validation loss up to a step that a run has logged."""
+    """Return a line with the last training loss and the last validation loss that a run logged up to a step."""
     metrics, losses = run / "metrics.jsonl", dict[str, str]()
     for row in map(row_of, io.BytesIO(read_file(metrics, LARGEST_FILE)) if metrics.is_file() else ()):
         for what in ("loss", "validation") if row and row["step"] <= step else ():

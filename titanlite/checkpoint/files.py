@@ -43,8 +43,8 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 class CheckedFile:
-    """Reads slices of tensors from one file, and compares its size, header and every byte read with the manifest.
-    Raises ConfigError, with the names of file and tensor, if they differ."""
+    """Reads slices of tensors from one file. Raises ConfigError, with the names of file and tensor, if the file's size,
+    header or any byte read differs from the manifest."""
 
     def __init__(self, path: Path, entry: FileEntry, expected: dict[str, tuple[str, Slice]]):
         """Check the file's size and header. `expected`: the dtype and the slice of each tensor in the file."""
@@ -75,8 +75,8 @@ class CheckedFile:
             raise ConfigError([f"{path}: {min(superfluous)} is not in the manifest"])
 
     def _place(self, name: str, content: dict[str, Any], dtype: str, stored: Slice) -> tuple[int, int, Slice]:
-        """Return where a tensor's bytes begin and end in the file, and the slice that these bytes are. Raises
-        ValueError if the header and the manifest differ."""
+        """Return where a tensor's bytes begin and end in the file, and which slice of the full tensor they contain.
+        Raises ValueError if the header and the manifest differ."""
         (begin, end), blocks = content[name]["data_offsets"], self._checksums[name]
         n_bytes = math.prod(stored.size) * DTYPES[dtype].itemsize
         inside = type(begin) is type(end) is int and begin >= 0 and end - begin == n_bytes
@@ -87,7 +87,7 @@ class CheckedFile:
         return self._begin + begin, self._begin + end, stored
 
     def read_into(self, target: Tensor, name: str, wanted: Slice) -> None:
-        """Copy this file's elements of the slice `wanted` into `target`, which is that slice, on any device."""
+        """Copy the elements of the slice `wanted` that this file has into `target`, the tensor of that slice."""
         begin, end, stored = self._places[name]
         part = stored.overlap(wanted)
         target = target[part.inside(wanted)]

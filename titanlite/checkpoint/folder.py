@@ -5,12 +5,11 @@
     step-300.tmp/           being written, or left by a run that died; never read
     step-200.replaced/      complete, while another checkpoint of the same step takes its name
     step-200.diverged/      its weights gave a loss or gradient norm that was not finite
-    step-200.suspect/       saved after the last comparison of replicas that agreed
+    step-200.suspect/       saved after the last comparison in which replicas agreed
     step-200.damaged/       renamed by checkpoint.on_corrupt = "previous"
 
 A resume reads the newest good or unconfirmed checkpoint. Whenever the process is killed, a complete checkpoint of the
-newest saved step remains, good, unconfirmed or replaced. Only rank 0 changes the folder.
-"""
+newest saved step remains, good, unconfirmed or replaced. Only rank 0 changes the folder."""
 
 import contextlib
 import errno
@@ -42,7 +41,7 @@ def state_of(path: Path) -> tuple[int, str] | None:
 
 
 def why_not_read(path: Path) -> str:
-    """Return the reason why a checkpoint's folder is not read, for an error message; "" if its name gives none."""
+    """Return the reason why a checkpoint's folder is not read, for an error message; "" if the name gives no reason."""
     state = state_of(path)
     reason = SET_ASIDE.get(state[1], "it is not complete" if state[1].endswith(TEMPORARY) else "") if state else ""
     return f"; {reason}; rename it to step-{state[0]} to read it all the same" if reason and path.is_dir() else ""
@@ -101,7 +100,7 @@ class CheckpointFolder:
         return path
 
     def to_resume(self) -> list[str]:
-        """Return the names of good and unconfirmed checkpoints, the newest last; of one step, the good one last."""
+        """Return the names of good and unconfirmed checkpoints by step; of one step, the good checkpoint is last."""
         paths = checkpoints(self._path, "", UNCONFIRMED)
         return [path.name for path in sorted(paths, key=lambda path: (state_of(path)[0], path.suffix != UNCONFIRMED))]
 
@@ -120,7 +119,7 @@ class CheckpointFolder:
             shutil.rmtree(self.named(step, TEMPORARY))
 
     def publish(self, step: int) -> None:
-        """Rename a complete checkpoint from .tmp to .unconfirmed. Delete unconfirmed ones beyond keep_latest_k."""
+        """Rename a complete checkpoint from .tmp to .unconfirmed. Keep only keep_latest_k unconfirmed checkpoints."""
         self._rename(self.named(step, TEMPORARY), self.named(step, UNCONFIRMED))
         self._delete_oldest(UNCONFIRMED)
 

@@ -9,7 +9,7 @@ from titanlite.config.schema import SEEDED, Checkpoint, Job, Model
 
 KEY = "checkpoint.initial_load_path"
 SIZES = {"dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size", "moe.n_experts"}
-"""Options of [model] that must equal those of the weights, even if the user has set other values."""
+"""Options of [model] that must agree with the weights, even if the user has set other values."""
 
 
 def check_initial_weights(job: Job, checkpoint: Checkpoint, model: Model, is_set: Collection[str]) -> None:
@@ -63,7 +63,7 @@ def is_hugging_face(path: Path) -> bool:
 
 def step_folders(folder: Path, *suffixes: str) -> list[Path]:
     """Return the folder itself if it is a checkpoint, otherwise the checkpoints in it or in its folder `checkpoint`,
-    oldest first: good checkpoints only, or those with one of `suffixes`. Raises ConfigError without a checkpoint."""
+    oldest first: good checkpoints, or checkpoints with one of `suffixes`. Raises ConfigError if there is none."""
     state = state_of(folder)
     if state and state[1] in ("", UNCONFIRMED) and folder.is_dir():
         return [folder]

@@ -28,8 +28,8 @@ from titanlite.launch.progress import progress
 def load_checkpoint(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: Any
 ) -> tuple[dict[str, Any], list[str]]:
-    """Load a checkpoint into a model and optimizer for a Checkpointer's run. Return the checkpoint's state, and a line
-    for each problem on any rank. Raises ConfigError if the checkpoint's identity is that of another run."""
+    """Load a checkpoint into the model and optimizer of a Checkpointer's run. Return the checkpoint's state, and a line
+    for each problem on any rank. Raises ConfigError if the identities of checkpoint and run differ."""
     with collected_problems(checkpointer.group) as problems:
         reader = CheckpointReader(path)
     if problems:
@@ -41,7 +41,7 @@ def load_checkpoint(
     saved = _with_optimizer(state["identity"], state["config"])
     own = _with_optimizer(checkpointer.identity, checkpointer.config if state["config"] else {})
     options["lora.base"] = " weights in checkpoint.initial_load_path, whose hash it is"
-    both_lora = "lora.rank" in saved and "lora.rank" in own  # otherwise lora.rank alone says that one run has no LoRA
+    both_lora = "lora.rank" in saved and "lora.rank" in own  # if only one run has LoRA, report only lora.rank of [lora]
     differences = [
         f"{path}: saved with {f'{key} = ' * (key in saved)}{_value(key, saved)}, and this run has {_value(key, own)}; "
         f"resume with the same{options.get(key, '')}, or start in another job.dump_folder "
@@ -76,8 +76,8 @@ def _load(reader: CheckpointReader, model: nn.Module, optimizer: torch.optim.Opt
 
 def load_weights(path: Path, model: nn.Module, options: Model) -> None:
     """Load the weights of a checkpoint or of a Hugging Face folder into a model, sharded or not. Every rank must call
-    it. `options`: the section [model] of the full model. A checkpoint of LoRA adapters gives merged weights; the
-    adapters of `model` itself stay unchanged. Raises ConfigError for incomplete, damaged or another model's weights."""
+    it. `options`: the section [model] of the full model. A checkpoint of LoRA adapters is merged with its base weights;
+    the adapters of `model` itself stay unchanged. Raises ConfigError if weights are missing, damaged or do not fit."""
     base = ""
     with collected_problems() as problems:
         if is_hf := is_hugging_face(path):
@@ -108,9 +108,9 @@ def load_tensors(
     group: dist.ProcessGroup | None = None,
     timeout: float = 0,
 ) -> list[str]:
-    """Fill this rank's shards of tensors and its random states (`generators`). The names of all ranks' tensors together
-    must be the checkpoint's names that begin with a prefix. Return a line for each problem on any rank. With a group, a
-    rank may read for any time, but must read at least a byte in `timeout` seconds."""
+    """Fill this rank's shards of tensors and its random states (`generators`). All ranks' tensors together must be the
+    checkpoint's tensors whose names begin with one of `prefixes`. Return a line for each problem on any rank. With a
+    group, a rank may read for any time, but must read at least a byte in `timeout` seconds."""
     saved = {name for name in reader.shapes if name.startswith(prefixes)}
     own = torch.tensor(sum(is_on_first_rank(name, tensors) for name in tensors))
     if dist.is_initialized():
@@ -139,7 +139,7 @@ def _value(key: str, identity: Mapping[str, Any]) -> str:
 
 
 def _with_optimizer(identity: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Add to a run's identity which kinds of optimizer states its checkpoints have, if the run's config is known."""
+    """Add to a run's identity the kinds of optimizer states in the run's checkpoints, if the run's config is known."""
     name, ema = config.get("optimizer.name"), "above 0" if config.get("ema.decay") else "0"
     states = {"optimizer.name": "Muon" if name == "Muon" else "Adam or AdamW", "ema.decay": ema}
     return identity | (states if name else {})

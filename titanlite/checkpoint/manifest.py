@@ -1,5 +1,5 @@
 """The index of a checkpoint: manifest.json tells which file has which slice of which tensor. The manifest contains no
-code. Types, sizes and checksums are verified first, and that the slices of a tensor cover each element exactly once."""
+code. Types, sizes and checksums are verified, and so is whether a tensor's slices cover each element exactly once."""
 
 import functools
 import json
@@ -56,8 +56,8 @@ class Manifest(Record):
     version: Literal[1]
     files: dict[str, FileEntry]
     layouts: list[list[tuple[Int63, list[Int63], list[Int63]]]]
-    """Ways in which tensors are split into slices: of each slice, the file (an index into `files`), the offset and the
-    size. Tensors that are split alike share a layout."""
+    """Ways in which tensors are split into slices. A slice is its file (an index into `files`), its offset and its
+    size. Tensors that are split in the same way share a layout."""
     tensors: dict[str, TensorEntry]
     xxh3_64: Checksum
     """The checksum of all other keys of manifest.json."""
@@ -101,12 +101,12 @@ class Stored(NamedTuple):
 
     entry: FileEntry
     slices: dict[tuple[str, tuple[int, ...], Slice], list[str]]
-    """Names of tensors, by their dtype, full shape and slice."""
+    """Names of the tensors with the same dtype, full shape and slice."""
 
 
 def build_manifest(files: Mapping[str, Stored], state: bytes) -> bytes:
     """Return manifest.json for a checkpoint that consists of safetensors `files` and `state`, its state.json."""
-    layouts: dict[tuple[int, int, Slice], int] = {}  # (number of shorter layout, file, added slice) -> layout's number
+    layouts: dict[tuple[int, int, Slice], int] = {}  # (layout without its last slice, file, slice) -> layout
     layout_of: dict[str, int] = {}
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     for index, stored in enumerate(files.values()):

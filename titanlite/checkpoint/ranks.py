@@ -14,7 +14,7 @@ from titanlite.config.loader import ConfigError
 from titanlite.launch.progress import alive
 
 INTERVAL_SECONDS = 10.0
-"""The longest time between two exchanges of ranks that read or write."""
+"""Ranks that read or write files exchange messages at least this often."""
 
 
 @contextlib.contextmanager
@@ -39,7 +39,7 @@ def with_all_ranks(
     work: Callable[[], Any], n_done: Callable[[], int], description: str, *, group: dist.ProcessGroup, timeout: float
 ) -> Any:
     """Run `work`, which reads or writes this rank's files, in a thread, and return its result when all ranks are done.
-    Since ranks need very different times, they exchange at short intervals whether they are done: only a dead rank
+    Ranks need very different times, so they tell each other at short intervals whether they are done: only a dead rank
     exceeds the group's timeout. Raises TrainingError if `n_done()`, in bytes, stays the same for `timeout` seconds."""
     thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint files")
     future = thread.submit(work)

@@ -18,14 +18,14 @@ from titanlite.train_step import OneGroup
 
 
 class RunState(NamedTuple):
-    """The objects of a run whose state a checkpoint stores beside tensors, as plain JSON."""
+    """The objects of a run whose state a checkpoint stores as plain JSON, in addition to tensors."""
 
     loader: Loader
     guard: StepGuard
     groups: OneGroup
 
     def save(self) -> dict[str, Any]:
-        """Return the state of loader, guard and groups. Every rank must call it."""
+        """Return the state of data loader, step guard and replica groups. Every rank must call it."""
         return {**self.guard.state(), "data": self.loader.state(), **self.groups.state()}
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -45,7 +45,7 @@ class Trained(NamedTuple):
 
 
 class NoCheckpoints:
-    """Loads initial weights and saves no checkpoint (checkpoint.enable = false). The base class of Checkpointer."""
+    """Loads initial weights and saves no checkpoint (checkpoint.enable = false). Base of Checkpointer."""
 
     def __init__(self, checkpoint: Checkpoint, run: Trained | None = None):
         self.checkpoint, self.run = checkpoint, run
@@ -71,8 +71,7 @@ class NoCheckpoints:
         return contextlib.nullcontext()
 
     def confirm(self, step: int) -> None:
-        """Record that a step's loss was finite, and rename the checkpoints of earlier steps as good. Raises
-        TrainingError if a checkpoint cannot be renamed."""
+        """Mark the checkpoints of earlier steps as good, since a step's loss was finite. May raise TrainingError."""
 
     def after_divergence(self) -> str:
         """Set aside the checkpoints whose weights gave no finite loss, and return text for the error message."""
@@ -84,8 +83,8 @@ class NoCheckpoints:
 
     def end(self, step: int, state: RunState, last_loss: Callable[[], float]) -> None:
         """Save the last step if it has not been saved, and wait for the save. Test an unconfirmed checkpoint by
-        `last_loss()`, the loss of one more batch with its weights. Every rank must call it. Raises TrainingError if a
-        checkpoint could not be written, or the loss is not finite."""
+        `last_loss()`, the loss of one more batch with the checkpoint's weights. Every rank must call it. Raises
+        TrainingError if a checkpoint could not be written, or the loss is not finite."""
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of checkpoints since the last call, by tag."""

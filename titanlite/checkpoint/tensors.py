@@ -44,8 +44,8 @@ def _replica(tensor: DTensor) -> int:
 
 
 def is_on_first_rank(name: str, tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether this rank is the first of the ranks that have a tensor or a shard of it. The ranks of an optimizer
-    state that is a plain scalar are those of its parameter."""
+    """Return whether this rank is the first of the ranks that have a tensor or its shards. A plain scalar, such as an
+    optimizer's step count, counts as being on its parameter's ranks."""
     if name.startswith("optimizer."):
         name = "model." + name.removeprefix("optimizer.state.").rpartition(".")[0]
     tensor = tensors[name]
@@ -62,13 +62,13 @@ def model_tensors(model: nn.Module, *, of_base: bool = False) -> dict[str, Tenso
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's parameters and the routers' buffers, by name, for a checkpoint. All share the model's memory."""
+    """Return, by name, a model's parameters and the routers' buffers. The tensors share the model's memory."""
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for name, module in model.named_modules():
         for key in ("balance_bias", "load") if name.endswith(".router") else ():
             buffer = getattr(module, key)
             if buffer is not None and isinstance(module.weight, DTensor):
-                mesh = module.weight.device_mesh  # every rank of this mesh has the full buffer
+                mesh = module.weight.device_mesh  # each rank of the weight's mesh has the full buffer
                 buffer = DTensor.from_local(buffer, mesh, [Replicate()] * mesh.ndim, run_check=False)
             if buffer is not None:
                 tensors[f"{name}.{key}"] = buffer
@@ -76,8 +76,8 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the optimizer states, named "optimizer." and DCP's flat name; before the first step, create the states.
-    Learning rates and betas are left out: a resumed run takes them from its config."""
+    """Return the optimizer states; a state's name is "optimizer." and DCP's flat name. Before the first step, create
+    the states. Learning rates and betas are left out: a resumed run takes them from its config."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict  # import takes 0.5 s
 
     state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
@@ -113,7 +113,7 @@ def random_states() -> dict[str, Tensor]:
 
 
 def plain_tensors(tensors: dict[str, Tensor]) -> list[Tensor]:
-    """Return this rank's shards, as plain tensors that share their memory."""
+    """Return this rank's shards as plain tensors, which share the shards' memory."""
     return [plain for tensor in tensors.values() for plain in _plain(local_shard(tensor))]
 
 

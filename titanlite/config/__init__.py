@@ -1,8 +1,6 @@
-"""Options of a run: types, defaults, rules between options, and the launch that a config is checked with.
-
-`load` reads a TOML file and `--section.key=value` overrides; `check` compares a config with a launch. `load` and
-`check` report all problems at once as a `ConfigError`, immediately, since this package does not import torch.
-"""
+"""Options of a run: types, defaults, rules between options, and the launch that a config is checked with. `load` reads
+a TOML file and `--section.key=value` overrides; `check` compares a config with a launch. Both report all problems in
+one `ConfigError`, immediately, since this package does not import torch."""
 
 import dataclasses
 from typing import Any

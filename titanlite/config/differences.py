@@ -9,7 +9,7 @@ from titanlite.config.loader import Section, show, table_of
 
 
 def options_by_key(config: Section, *, without: str = "", prefix: str = "") -> dict[str, Any]:
-    """Return options by `section.key` (in tables `section.key.N.name`), except types with the metadata `without`."""
+    """Return options by `section.key` (in tables `section.key.N.name`), except options with `without` in their type."""
     options: dict[str, Any] = {}
     for name, field in type(config).model_fields.items():
         key, value = f"{prefix}{name}", getattr(config, name)

@@ -25,11 +25,11 @@ ATTENTION_BACKENDS_ON_CUDA = {
     "float32": ("efficient", "math"),
     "float64": ("math",),
 }
-"""Attention backends that support a data type of the model; the first one is the default."""
+"""The attention backends that support each data type of a model; the first backend is the default."""
 LEAST_OPEN_FILES = 256
-"""Open files that a process needs at least: up to 64 shards of each token cache, and connections."""
+"""Fewest open files that a process needs: up to 64 shards of each token cache, and connections."""
 MOST_CHUNKS = 4096
-"""Upper bound on training.loss_chunks, which a rank computes one after the other."""
+"""Upper bound on training.loss_chunks, since a rank computes chunks sequentially."""
 CUDNN_SWITCH = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
 
 
@@ -113,7 +113,7 @@ def check(loaded: LoadedConfig[Config], launch: Launch) -> Config:
 
 
 def _shard_degree(config: Config, world_size: int, reject: Rejections) -> int:
-    """Return the shard degree; -1: the ranks that are left. Reject degrees whose product is not the world size."""
+    """Return the degree of FSDP, computed for -1. Reject degrees whose product is not the world size."""
     shard, product = config.parallelism.data_parallel_shard_degree, config.parallelism.ranks_per_shard
     names = {PIPELINE: "pipeline", REPLICATE: "replicate", CONTEXT: "context", TENSOR: "tensor"}
     degrees = {key: f"{name} {value_of(config, key)}" for key, name in names.items() if value_of(config, key) > 1}
@@ -130,7 +130,7 @@ def _shard_degree(config: Config, world_size: int, reject: Rejections) -> int:
 
 
 def resolve(config: Config, shard_degree: int, *, on_cuda: bool) -> Config:
-    """Return a config in which values for this launch replace "auto" and -1."""
+    """Return a config in which the values of this launch replace "auto" and -1."""
     training, parallelism = config.training, config.parallelism
     automatic = "bfloat16" if on_cuda and training.dtype == "float32" else training.dtype
     param = _or_automatic(training.mixed_precision_param, automatic)
@@ -190,7 +190,7 @@ def _reshard_after_forward(config: Config, shard_degree: int, param: str) -> str
     training, parallelism = config.training, config.parallelism
     if parallelism.fsdp_reshard_after_forward != "default":
         return parallelism.fsdp_reshard_after_forward
-    # With one shard, all-gather returns the weights themselves, or a cast of them; experts may be sharded even so.
+    # With one shard, all-gather returns the weights or a cast of them, without communication; experts may be sharded.
     one_shard = shard_degree * parallelism.context_parallel_degree == 1 and not training.enable_cpu_offload
     keeps = one_shard and (parallelism.expert_parallel_degree == 1 or param != training.dtype)
     return "never" if keeps or parallelism.pipeline_parallel_degree > 1 else "always"
@@ -205,8 +205,8 @@ def _attention_backend(config: Config, param: str, on_cuda: bool) -> str:
 
 
 def loss_chunks(tokens: int, vocabulary: float) -> int:
-    """Return the number of chunks in which the loss takes `tokens`, each with at most 2 GiB of float32 logits. Equal
-    chunks, up to twice the least number, save a compilation. `vocabulary` is the size of a rank's shard."""
+    """Return the number of chunks into which the loss splits `tokens` tokens, each with at most 2 GiB of float32
+    logits. Equal chunks save a compilation, so up to twice the least number is chosen. `vocabulary`: a rank's share."""
     least = math.ceil(tokens * vocabulary * 4 / 2**31)
     return next((n for n in range(least, 2 * least) if tokens % n == 0), least)
 

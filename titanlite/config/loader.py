@@ -119,7 +119,7 @@ class LoadedConfig(Generic[Options]):
     """The config file's name or COMMAND_LINE, for each `section.key` that was set."""
 
     def lines(self, rejections: Rejections, ignored: set[str] = frozenset()) -> list[str]:
-        """Return one line per rejection, except for rules that read a key in `ignored`."""
+        """Return one line per rejection, except rejections by rules that read a key in `ignored`."""
         lines = []
         for key, message, reads in rejections:
             if not ignored & reads:
@@ -286,8 +286,8 @@ def _parse(text: str, option: Any) -> Any:
 def _validate(
     kind: type[Options], values: dict[str, Any], file: str, origins: dict[str, str]
 ) -> tuple[Options, set[str], list[str]]:
-    """Return the options with defaults in place of bad values, the keys of bad values, and an error line for each one.
-    If only an option derived from others is bad, all options get defaults, and all keys count as bad."""
+    """Return the options with defaults in place of bad values, the keys of bad values, and an error line per bad value.
+    If only an option derived from other options is bad, all options get defaults, and all keys count as bad."""
     good, lines, bad_keys = copy.deepcopy(values), dict[Place, str](), set[str]()
     while True:
         try:
@@ -315,8 +315,8 @@ def _is_set(values: Any, place: Place) -> bool:
 
 
 def _place(kind: type[Section], loc: Place) -> tuple[Place, type[Section], Any]:
-    """Return the path in a pydantic error's location, without the list items and union branches that pydantic appends,
-    with the section of the path's last name and its field, None for an unknown key."""
+    """Return the path in a pydantic error's location, without the list items and union branches that pydantic appends;
+    the section that has the path's last key; and this key's field, None for an unknown key."""
     inner: type[Section] | None = kind
     for number, name in enumerate(loc):
         if isinstance(name, str) and inner:
@@ -387,8 +387,8 @@ def _hint(kind: type[Section], section: str, key: str = "") -> str:
 
 
 def did_you_mean(value: Any, choices: Iterable[str]) -> str:
-    """Return a hint at the choice whose spelling is closest to `value`, if first letter and digits agree (relu is no
-    misspelled gelu), or at choices that begin with `value`; "" if there are none."""
+    """Return a hint at the choice whose spelling is closest to `value`, if their first letter and digits agree (relu is
+    no misspelled gelu), or at choices that begin with `value`; "" if there are none."""
     text, parts = value.lower().replace("-", "_") if isinstance(value, str) else "", re.compile("^.|[0-9]")
     names = {choice.lower(): choice for choice in choices}
     alike = [name for name in names if parts.findall(name) == parts.findall(text)]
@@ -413,7 +413,7 @@ def show(value: Any) -> str:
 
 
 def expectation(option: Any, value: Any = None) -> str:
-    """Describe the values that an option accepts. An upper bound of FAR or more is named only if it is exceeded."""
+    """Describe the values that an option accepts. Leave an upper bound of FAR or more out unless `value` exceeds it."""
     return _expectation(TypeAdapter(Annotated[option.annotation, option]).json_schema(), value)
 
 

@@ -29,9 +29,9 @@ class Dependent(NamedTuple):
     keys: Sequence[str]
     switch: str
     on: tuple[Any, ...] = ()
-    """Values of the switch with which a run reads the options; empty: all numbers above those in `off`."""
+    """Values of the switch with which a run reads the options; empty: all numbers above the values in `off`."""
     off: tuple[Any, ...] = ()
-    """Values that turn the options off if the file sets the switch: the options may then stay in the file."""
+    """Values of the switch that turn the options off; a file that sets such a value may still contain the options."""
 
     def reads(self, value: Any) -> bool:
         return value in self.on if self.on else value > max(self.off)
@@ -104,7 +104,7 @@ EXCLUSIVE: list[tuple[str, Any, str, str]] = [
     ("model.new_tokens", "none", "lora.rank", 'the embedding is frozen; set "none", or lora.rank = 0'),
     (GATHER, False, "lora.rank", "frozen weights are gathered in their own data type; set false, or lora.rank = 0"),
 ]
-"""Rows of an option, the only value it may have while the switch is on, the switch, and the error message."""
+"""Rows: an option, the only value that it may have while a switch is on, the switch, and the error message."""
 
 
 def between_options(config: Config, changed: set[str]) -> Rejections:

@@ -9,7 +9,7 @@ from titanlite.config.schema import Config
 from titanlite.config.stage_split import ONE_STAGE, SPLIT_BACKWARD, V_SHAPED, module_names
 
 MOST_ACTIONS = 2**16
-"""Most microbatches x stages of a pipeline, since torch's schedules and plans list the forward of each."""
+"""Largest product of a pipeline's microbatches and stages: torch's schedules and plans list every forward."""
 
 
 def shard_rules(config: Config, changed: set[str], reject: Rejections) -> None:

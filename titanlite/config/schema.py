@@ -1,8 +1,6 @@
-"""Every option of a run: its type, its default and its meaning.
-
-Each class is a [section]; the docstring below an option is its text in --help and docs/reference/config.md. An option
-with the meaning of one in torchtitan 0.2.2 (the last release with TOML files) has the same name.
-"""
+"""Every option of a run: its type, its default and its meaning. Each class is a [section]; the docstring below an
+option is its text in --help and docs/reference/config.md. An option that also exists in torchtitan 0.2.2 (the last
+release with TOML files) has the same name."""
 
 from __future__ import annotations
 
@@ -99,27 +97,27 @@ class Moe(Section):
     every_n_layers: Count = 1
     """Every n-th layer of the model has experts, except for the first dense layers."""
     score_function: Literal["softmax", "sigmoid"] = "softmax"
-    """How router logits become scores: a softmax over all experts, or each one's sigmoid (DeepSeek-V3)."""
+    """How router logits become scores: a softmax over all experts, or the sigmoid of each logit (DeepSeek-V3)."""
     normalize_scores: bool = False
     """Divide the scores of a token's experts by their sum."""
     score_scaling: Positive = 1.0
     """Factor on the scores of a token's experts."""
     n_groups: Count = 1
-    """Groups of experts, of which a token's routing may use some (DeepSeek-V3's node-limited routing)."""
+    """Number of groups that the experts are divided into (DeepSeek-V3's node-limited routing)."""
     n_groups_per_token: Count = 1
-    """Number of groups that the experts of one token may be in."""
+    """Number of groups from which the experts of a token are chosen."""
     group_score: Literal["top_2_sum", "max"] = "top_2_sum"
     """How groups are ranked: by the sum of their two best scores (DeepSeek-V3), or by the best score (DeepSeek-V2)."""
     balance_bias: bool = False
     """Balance the experts' load without a loss (arXiv:2408.15664): the router chooses by scores to which each expert's
     bias is added. The biases are saved in checkpoints."""
     balance_bias_rate: NotNegative = 0.001
-    """Each optimizer step adds this to the bias of experts with less than the mean load, and subtracts it above."""
+    """Amount that each optimizer step adds to the bias of experts below the mean load, and subtracts above it."""
     balance_loss_weight: NotNegative = 0.0
-    """Weight of the auxiliary loss of each layer with E experts: E times the sum over experts of load share x mean
-    score, 1 if balanced (arXiv:2101.03961). Load shares are from the previous step, mean scores from this step."""
+    """Weight of the auxiliary loss of each layer with E experts: E times the sum over experts of an expert's share of
+    the load (in the previous step) times its mean score (in this step), 1 if balanced (arXiv:2101.03961)."""
     z_loss_weight: NotNegative = 0.0
-    """Weight of the router z-loss of a layer (arXiv:2202.08906): mean squared log-sum-exp of the router's logits."""
+    """Weight of the router z-loss of a layer (arXiv:2202.08906): mean squared log-sum-exp of router logits."""
 
     def identity(self) -> dict[str, Any]:
         """Return the values that a resumed run must share with the run that saved the checkpoint, as plain JSON."""
@@ -177,7 +175,7 @@ class LayerKind(Section):
 
 
 def implied_head_dim(values: Any) -> int | None:
-    """Return the head_dim that values of [model.mla] imply; None without latent attention, or if a value is wrong."""
+    """Return the head_dim that [model.mla] implies; None without latent attention, or if a value is wrong."""
     try:
         mla = Mla.model_validate(values)
     except ValidationError:  # validation of [model.mla] reports wrong values
@@ -207,20 +205,20 @@ class Model(Section):
     ffn_dim: Count
     """Width of the SwiGLU feed-forward layer."""
     vocab_size: Count
-    """Rows of the embedding and the output head. Default: the flavor's number, or the tokenizer's if that is larger;
+    """Rows of the embedding and the output head. Default: the larger of the flavor's and the tokenizer's numbers;
     from_hf: the number of rows in the released weights, unless new_tokens adds rows."""
     new_tokens: Literal["none", "mean"] = "none"
-    """Initial rows of tokens that the initial Hugging Face weights lack. mean: the mean of the existing rows."""
+    """Rows of tokens that the initial Hugging Face weights lack. mean: start from the mean row; none: add no rows."""
     norm_eps: Positive
     """Epsilon of the RMS norms."""
     tie_embeddings: bool
     """Tied embeddings: use the embedding's weight as the output head's weight."""
     attention_bias: Literal["none", "qkv", "all"]
-    """Attention projections with biases; qkv: those of queries, keys and values (Qwen2); all: the output's, too."""
+    """Biases of attention projections. qkv: of queries, keys and values (Qwen2); all: also of the output."""
     mlp_bias: bool
-    """Whether the linear layers of feed-forward layers have biases."""
+    """Whether the linear layers in feed-forward layers have biases."""
     qk_norm: Union[bool, Literal["all_heads"]]
-    """RMSNorm of queries and keys before the rotary embedding; true: per head (Qwen3); all_heads: over all (OLMoE)."""
+    """RMSNorm of queries and keys before RoPE. true: per head (Qwen3); all_heads: over all heads together (OLMoE)."""
     sliding_window: CountOrZero
     """Sliding-window attention (Mistral): a token attends to this many tokens, including itself; 0: no window."""
     rope_theta: Positive
@@ -228,8 +226,8 @@ class Model(Section):
     rope_scaling_factor: Annotated[float, Field(ge=1, allow_inf_nan=False)]
     """Factor by which the rotary embedding's wavelengths are stretched for longer sequences; 1: no scaling."""
     rope_scaling_type: Literal["llama3", "linear", "yarn", "longrope"]
-    """Wavelengths that are stretched if rope_scaling_factor is above 1. linear: all; llama3 (Llama 3.1), yarn: long
-    ones; longrope: each by a factor of its own. yarn and longrope also rescale attention."""
+    """Which wavelengths rope_scaling_factor stretches. linear: all; llama3 (Llama 3.1) and yarn: long wavelengths;
+    longrope: each wavelength by its own factor. yarn and longrope also rescale attention."""
     rope_low_freq_factor: Positive
     """llama3: wavelengths above rope_original_seq_len / this factor are scaled fully."""
     rope_high_freq_factor: Positive
@@ -246,11 +244,11 @@ class Model(Section):
     rope_short_factors: list[Positive] = Field(default=[])
     """longrope: factor on the wavelength of each rotated pair of channels in sequences up to rope_original_seq_len."""
     rope_long_factors: list[Positive] = Field(default=[])
-    """longrope: factors like rope_short_factors, for a training.seq_len above rope_original_seq_len."""
+    """longrope: factors that replace rope_short_factors if training.seq_len is above rope_original_seq_len."""
     partial_rotary_factor: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Share of a head's channels, the first ones, that the rotary embedding rotates (Phi-4, GLM-4); 0: none (NoPE)."""
+    """Share of a head's channels, counted from the first, that are rotated (Phi-4, GLM-4); 0: none (NoPE)."""
     learned_positions: CountOrZero = 0
-    """Number of learned position embeddings (GPT-2), which are added to token embeddings: at least seq_len; 0: none."""
+    """Number of learned position embeddings (GPT-2), at least seq_len. They are added to token embeddings. 0: none."""
     rope_yarn_truncate: bool = True
     """yarn: round the indices of the first and last partly scaled channel pair to whole numbers (gpt-oss: false)."""
     attention_sinks: bool = False
@@ -275,8 +273,7 @@ class Model(Section):
     """b in the factor 1 + b ln(1 + floor(p / rope_original_seq_len)) on queries at position p (Llama 4, Ministral 3). A
     seq_len above rope_original_seq_len is rejected, so the factor is always 1; 0: the model has no such factor."""
     layer_pattern: list[LayerKind] = Field(default=[])
-    """Kinds of layers, in order, each in a table [[model.layer_pattern]]. The pattern repeats over the layers, and its
-    last repetition may end early. Empty: all layers are as [model] says."""
+    """Kinds of layers, each in a table [[model.layer_pattern]]; the list repeats. Empty: all layers are the same."""
     hf_model_type: str = ""
     """Model type of the exported config.json and of the tensors' names; empty: the first type that supports the model's
     options. from_hf sets this option where the options do not determine the type."""
@@ -300,7 +297,7 @@ class Model(Section):
         return [self.of_layer(layer) for layer in range(self.n_layers)]
 
     def rope_kinds(self) -> tuple[list[Model], list[int]]:
-        """Return the options of a layer for each distinct rotary embedding, and each layer's index in that list."""
+        """Return a list of sections [model], one per distinct rotary embedding, and each layer's index in that list."""
         layers = self.of_layers()
         keys = [(each.rope_theta, each.rope_scaling_factor, each.partial_rotary_factor) for each in layers]
         kinds = dict(zip(keys, layers, strict=True))
@@ -401,7 +398,7 @@ def layer_parameters(model: Model, layer: int) -> int:
 
 
 def norm_parameters(model: Model, channels: int) -> int:
-    """Return the number of parameters of norms over this total number of channels."""
+    """Return the number of parameters of norms that have this many channels in total."""
     return channels * (2 if model.norm == "layer" else 1)
 
 
@@ -414,11 +411,11 @@ def count_parameters(model: Model) -> int:
 
 
 class DatasetOptions(Section):
-    """The options that name a dataset, and that say how its documents are read."""
+    """The options that name a dataset and tell how to read its documents."""
 
     dataset: Literal["pydoc_topics", "text", "json", "parquet", "c4", "hub"] = "pydoc_topics"
     """pydoc_topics: the 465 KB of English prose in every CPython; text, json (also JSON lines), parquet: files at
-    dataset_path; c4: allenai/c4 `en`; hub: the Hugging Face hub's dataset that dataset_path names."""
+    dataset_path; c4: allenai/c4 `en`; hub: the dataset of the Hugging Face hub that dataset_path names."""
     dataset_path: NodePath = ""
     """File, folder or glob (text, json, parquet), or the dataset's name on the Hugging Face hub (hub)."""
     dataset_config: str = ""
@@ -439,10 +436,10 @@ class DatasetOptions(Section):
     long_conversations: Literal["reject", "drop", "truncate"] = "reject"
     """What to do with conversations of more than seq_len + 1 tokens. truncate: keep the beginning of a conversation."""
     special_tokens_in_text: Literal["ordinary", "special"] = "ordinary"
-    """How special tokens that a text or a message spells out are encoded: as ordinary text, or as special tokens, for
-    text that a chat template has already rendered. A text with BOS and EOS then gets no further BOS and EOS."""
+    """How special tokens that a text or message spells out are encoded. ordinary: as text; special: as special tokens,
+    for text that a chat template has already rendered (no BOS or EOS is added to a text that has them)."""
     text_sample_by: Literal["document", "paragraph", "line"] = "document"
-    """What one document of dataset = "text" is: a file, a paragraph or a line."""
+    """Part of a text file (dataset = "text") that becomes one document."""
 
 
 class MixedDataset(DatasetOptions):
@@ -451,29 +448,29 @@ class MixedDataset(DatasetOptions):
     name: str = ""
     """Name of the dataset in metrics and checkpoints, made of letters, digits, "_", "-" and "."."""
     weight: Union[Literal[-1], Positive] = -1
-    """Share of a dataset in the mixture, relative to the weights of others. -1 in all tables: the dataset's size."""
+    """Share of a dataset in the mixture, relative to other datasets' weights. -1 in all tables: the dataset's size."""
     tokens: Union[Literal[-1], Annotated[int, Field(ge=1, le=MOST_TOKENS)]] = -1
-    """Token budget, which replaces the weight as the dataset's share; a used-up dataset drops out. -1: no budget."""
+    """Token budget: tokens that the mixture takes from the dataset, instead of a weight. -1: no budget."""
     epochs: Union[Literal[-1], Positive] = -1
-    """Epochs, also a fraction, after which the mixture no longer uses the dataset. -1: no limit."""
+    """Number of epochs, possibly fractional, after which the mixture no longer reads the dataset. -1: no limit."""
 
 
 class Training(DatasetOptions):
-    """The data, the steps, and the data types that a run computes in."""
+    """The data, the steps, and the data types of a run."""
 
     datasets: list[MixedDataset] = Field(default=[])
-    """A mixture of datasets, each in a table [[training.datasets]]. Sequences are mixed in a fixed order, by weights,
-    token budgets or sizes of datasets; when a dataset is used up, the other datasets share its part."""
+    """A mixture of datasets, each in a table [[training.datasets]]. Weights, token budgets or sizes of the datasets
+    determine a fixed order of sequences. After a dataset is used up, the mixture consists of the other datasets."""
     change_mixture_on_resume: bool = False
-    """Let a resumed run have another mixture than the checkpoint; each named dataset continues where it was."""
+    """Allow a resumed run to have another mixture than its checkpoint; each dataset continues where it stopped."""
     streaming: bool = False
     """Read and tokenize documents during training instead of tokenizing the full dataset before it."""
     streaming_shards: Count = 64
-    """Streaming: shards that the dataset is partitioned into; packed sequence k is from shard k mod streaming_shards,
-    on any number of ranks. The number of shards must be a multiple of the data-parallel degree and, where files cannot
-    be split (hub, compressed files, one document per file), at most the number of files."""
+    """Streaming: number of shards of the dataset; packed sequence k is from shard k mod streaming_shards, on any number
+    of ranks. The number of shards must be a multiple of the data-parallel degree and, where files cannot be split (hub,
+    compressed files, one document per file), at most the number of files."""
     streaming_shuffle_block: Count = 256
-    """Streaming with shuffle: size, in sequences, of the blocks of a shard within which sequences are shuffled. A rank
+    """Streaming with shuffle: number of consecutive sequences of a shard that are shuffled together as a block. A rank
     has one block of each of its shards in memory; a resumed run reads up to one block again."""
     shuffle: bool = True
     """Shuffle the packed sequences by debug.seed: all sequences of an epoch, in a new order each epoch; with streaming,
@@ -486,16 +483,16 @@ class Training(DatasetOptions):
     """concatenate: put documents end to end, also across the limits of sequences, without padding; best_fit: do not
     split documents that fit into a sequence, with some padding (arXiv:2404.10830)."""
     document_mask: bool = False
-    """Attend only within a document, with positions from its start; false: across all documents of a sequence."""
+    """Attend only within a document, and count positions from its first token; false: attend across documents."""
     local_batch_size: Count = 8
     """Per-device batch size: sequences per data-parallel rank and gradient accumulation step."""
     global_batch_size: Union[Literal[-1], Count] = -1
-    """Sequences per optimizer step; -1: local_batch_size x data-parallel ranks; above that: gradient accumulation."""
+    """Sequences per optimizer step; -1: local_batch_size x data-parallel ranks; more: gradient accumulation."""
     steps: Count = 10_000
     """Optimizer steps of the run."""
     epochs: NotNegative = 0.0
-    """Passes over the training data, also a fraction, rounded down to full steps; they replace `steps`. An epoch of a
-    mixture has as many tokens as all of its datasets together. 0: the run has `steps`."""
+    """Number of passes over the training data, possibly fractional, instead of `steps`; it is rounded down to full
+    steps. An epoch of a mixture has as many tokens as all of its datasets together. 0: train for `steps`."""
     max_norm: Positive = 1.0
     """Gradient clipping: gradients with a larger global norm are scaled down to this norm."""
     nonfinite_steps_allowed: CountOrZero = 0
@@ -503,7 +500,7 @@ class Training(DatasetOptions):
     skip_outlier_sigma: NotNegative = 0.0
     """Skip steps whose gradient norm exceeds the recent mean by this many standard deviations; 0: skip none."""
     outlier_window: Annotated[int, Field(ge=4, le=MOST_ITEMS)] = 128
-    """Number of recent steps whose gradient norms are compared. Half as many must be taken before a step is skipped."""
+    """Number of recent gradient norms that give mean and deviation. Skipping begins after half as many steps."""
     gc_freq: Count = 50
     """Steps between Python's garbage collections, which would otherwise run at different times on each rank."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
@@ -520,16 +517,16 @@ class Training(DatasetOptions):
     loss_scale_growth_interval: Count = 2000
     """float16: steps without overflow after which the loss scale doubles."""
     loss_chunks: Union[Literal[-1], Count] = -1
-    """Chunked cross-entropy: chunks of tokens in the output head and the loss; only one chunk's logits are resident.
-    -1: the number with which a rank's float32 logits of a chunk take at most 2 GiB."""
+    """Chunked cross-entropy: number of chunks of tokens whose logits and loss are computed sequentially, so that only
+    one chunk's logits are in memory. -1: float32 logits of a chunk take at most 2 GiB."""
     enable_cpu_offload: bool = False
-    """Keep weights, gradients and optimizer states in host memory; weights of a layer in use are on the device, too."""
+    """Keep weights, gradients and optimizer states in host memory; only weights in use are also on the device."""
 
 
 class Optimizer(Section):
     name: Literal["AdamW", "Adam", "Muon"] = "AdamW"
     """AdamW decouples weight decay from the gradient; Adam adds it to the gradient; Muon orthogonalizes the momentum of
-    the layers' matrices, and is AdamW for all other weights, at the same learning rate."""
+    the layers' matrices, and updates all other weights as AdamW, at the same learning rate."""
     lr: Positive = 8e-4
     """Peak learning rate."""
     beta1: Fraction = 0.9
@@ -548,21 +545,21 @@ class Optimizer(Section):
     """Data type in which Muon computes and communicates; auto: the model's data type, or float32 for float16."""
     qk_clip_threshold: NotNegative = 0.0
     """QK-clip (MuonClip, Kimi K2, arXiv:2507.20534): if a head's largest attention logit in a step is above this
-    threshold (Kimi K2: 100), the head's query and key weights are scaled so that it would have been the threshold; 0:
-    none. QK-clip costs one more product of queries and keys in each forward."""
+    threshold (Kimi K2: 100), the head's query and key weights are scaled down so that this logit would equal the
+    threshold; 0: no QK-clip. It costs one more product of queries and keys in each forward."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """Which of torch's implementations of Adam takes the step."""
+    """torch's implementation of Adam that takes the step."""
     state_dtype: Literal["auto", "float32", "bfloat16", "float8", "int8", "int4"] = "auto"
-    """Data type of exp_avg and exp_avg_sq; auto: training.dtype; float8, int8: 8-bit optimizer states, a scale per 256
-    elements; int4: 4-bit optimizer states, a scale per 128. States of the embedding keep training.dtype."""
+    """Data type of exp_avg and exp_avg_sq; auto: training.dtype; float8, int8: 8-bit optimizer states, with a scale per
+    256 elements; int4: 4-bit, with a scale per 128. States of the embedding always have training.dtype."""
     enable_cpu_offload: bool = False
     """Keep optimizer states in host memory, and take the step on the CPU; weights and gradients stay on the device."""
     stochastic_rounding: bool = False
-    """Round weights stochastically: small updates of bfloat16 weights survive. Needs training.dtype = "bfloat16"."""
+    """Round weights stochastically, so that small updates have an effect. Needs training.dtype = "bfloat16"."""
 
 
 class LRScheduler(Section):
-    """Warmup, stable, decay: the factor on optimizer.lr is the smaller of a ramp up and a ramp down."""
+    """Warmup, stable phase and decay: the factor on optimizer.lr is the smaller of a rising and a falling ramp."""
 
     warmup_steps: CountOrZero = 200
     """Steps over which the learning rate rises linearly to optimizer.lr. A shorter run ends during the warmup."""
@@ -584,20 +581,20 @@ class Ema(Section):
     decay: Fraction = 0.0
     """Decay d, such as 0.999, of each update: average = d average + (1 - d) weights; 0: no average."""
     start_step: Count = 1
-    """The average begins as the weights after this many optimizer steps, of which skipped steps do not count."""
+    """The average starts as a copy of the weights after this many optimizer steps, not counting skipped steps."""
     warmup: bool = False
-    """Forget faster at first: n updates after start_step, the decay is at most (1 + n) / (10 + n)."""
+    """Use a smaller decay at first: n updates after start_step, it is at most (1 + n) / (10 + n)."""
     validation: bool = False
     """Compute the validation loss, and generate samples, with the average instead of the weights."""
 
 
 class Parallelism(Section):
-    """The world size is the product of the degrees: pp x dp_replicate x dp_shard x cp x tp, outermost first."""
+    """The world size is the product of the degrees, from the outermost: pp x dp_replicate x dp_shard x cp x tp."""
 
     data_parallel_replicate_degree: Ranks = 1
     """Replicas of the sharded model. Above 1 with a shard degree above 1: hybrid sharding (HSDP)."""
     data_parallel_shard_degree: Union[Literal[-1], Ranks] = -1
-    """FSDP: ranks that a weight is sharded over, besides context-parallel ranks; -1: all ranks that are left."""
+    """FSDP: a weight is sharded over this number x context-parallel ranks; -1: world size / other degrees."""
     fsdp_reshard_after_forward: Union[
         Literal["default", "always", "never"], Annotated[int, Field(ge=2, le=MOST_RANKS)]
     ] = "default"
@@ -636,9 +633,9 @@ class Parallelism(Section):
     context_parallel_degree: Ranks = 1
     """Ranks that each sequence is split over."""
     context_parallel_ulysses_degree: Ranks = 1
-    """Context-parallel ranks that exchange sequence for heads by all-to-all (Ulysses); their groups form a ring."""
+    """Size of the groups of context-parallel ranks that use Ulysses (all-to-all over heads); the groups form a ring."""
     expert_parallel_degree: Ranks = 1
-    """Ranks, out of dp_shard x cp x tp, that a layer's experts are partitioned over; the quotient shards an expert."""
+    """Ranks that a layer's experts are partitioned over; dp_shard x cp x tp / this degree ranks shard each expert."""
 
     @property
     def n_stages(self) -> int:
@@ -672,7 +669,7 @@ class Lora(Section):
     """LoRA fine-tuning (arXiv:2106.09685) of the weights in checkpoint.initial_load_path (docs/lora.md)."""
 
     rank: CountOrZero = 0
-    """Rank of the adapters, which alone are trained and saved; 0: no LoRA, and all weights are trained."""
+    """Rank of the adapters; only adapters are trained and saved. 0: no LoRA, and all weights are trained."""
     alpha: Positive = 16.0
     """The product of an adapter's matrices is multiplied by alpha / rank."""
     targets: list[str] = Field(default=["wq", "wk", "wv", "wo", "w1", "w2", "w3"])
@@ -685,7 +682,7 @@ class Float8(Section):
     enable: bool = False
     """Compute the matrix products of linear layers in 8-bit floating point."""
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"] = "tensorwise"
-    """tensorwise: a scale per tensor; rowwise: a scale per row, more accurate; rowwise_with_gw_hp: rowwise, with weight
+    """tensorwise: a scale per tensor; rowwise: a scale per row, more accurate; rowwise_with_gw_hp: the same, but weight
     gradients in the model's data type; mxfp8 (OCP Microscaling): a power of two per 32 values, for Blackwell."""
     emulate: bool = False
     """Round to float8 but multiply in the model's data type, for hardware without the recipe's products."""
@@ -707,23 +704,23 @@ class Int8(Section):
 
 class ActivationCheckpoint(Section):
     mode: Literal["none", "full", "selective"] = "none"
-    """full: save only a block's inputs for backward and recompute the rest; selective: see selective_ac_option."""
+    """full: save only a block's inputs, and recompute all else in the backward; selective: see selective_ac_option."""
     selective_ac_option: Union[Literal["op", "every_second_mm", "attention"], Count] = "op"
-    """op: save the results of matrix products, attention and collectives, recompute the rest; every_second_mm: like op,
-    but recompute every second matrix product; attention: save the results of attention, recompute the rest; N: full
+    """op: save the results of matrix products, attention and collectives, and recompute all others; every_second_mm:
+    like op, but recompute every second matrix product; attention: save only the results of attention; N: full
     activation checkpointing every N layers, none in between."""
     layers_per_checkpoint: Annotated[int, Field(ge=1, le=MOST_LAYERS)] = 1
-    """Save the inputs of only every k-th block, and recompute the k blocks of a group together; each of the recomputed
-    blocks then saves what mode none or full says. 1: mode alone decides."""
+    """Save the inputs of only every k-th block, and recompute the k blocks of a group together; during that, each block
+    saves what `mode` (none or full) determines. 1: no groups."""
 
 
 class Compile(Section):
     enable: bool = False
     """Compile with torch.compile. The first steps take longer."""
     components: list[str] = Field(default=["model", "loss"])
-    """What to compile: "model", each block by itself; "loss", the output head and the loss."""
+    """What to compile. "model": each block separately; "loss": the output head and the loss."""
     backend: Literal["inductor", "aot_eager"] = "inductor"
-    """inductor: generated kernels; aot_eager: traced, but run with torch's own kernels (fast to compile, for tests)."""
+    """inductor: generated kernels; aot_eager: traced, but with torch's own kernels (fast to compile, for tests)."""
 
 
 LORA_FACTORS = ("lora_a", "lora_b")  # names of an adapter's matrices A and B, beside the frozen weight
@@ -732,7 +729,7 @@ SEEDED = "none"  # checkpoint.initial_load_path = "none": draw the weights from 
 
 class Checkpoint(Section):
     enable: bool = False
-    """Save checkpoints, and resume from the newest complete one in the folder."""
+    """Save checkpoints, and resume from the newest complete checkpoint in the folder."""
     folder: PathText = "checkpoint"
     """Folder of the checkpoints, relative to job.dump_folder."""
     interval: Count = 500
@@ -742,8 +739,8 @@ class Checkpoint(Section):
     load_step: Union[Literal[-1], Count] = -1
     """Step to resume from; -1: the newest checkpoint's."""
     initial_load_path: PathText = ""
-    """A checkpoint's step-N folder, or a Hugging Face folder (config.json, safetensors), whose weights the run starts
-    from if there is nothing to resume; none: random weights; empty: hf_assets_path for flavor from_hf, else none."""
+    """A checkpoint's step-N folder, or a Hugging Face folder (config.json, safetensors), with the weights of a run that
+    has no checkpoint to resume; none: random weights; empty: hf_assets_path for flavor from_hf, else none."""
     last_save_in_hf: bool = False
     """After the last step, also write the weights as a Hugging Face folder, step-N-hf in the folder of checkpoints."""
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -751,8 +748,8 @@ class Checkpoint(Section):
     async_mode: Literal["disabled", "async"] = "disabled"
     """async: copy the state to host memory and write it while training continues."""
     on_corrupt: Literal["stop", "previous"] = "stop"
-    """What to do if the newest checkpoint is damaged or incomplete. previous: rename it to step-N.damaged, and resume
-    from the checkpoint before."""
+    """What to do if the newest checkpoint is damaged. previous: rename it to step-N.damaged, and resume from the
+    checkpoint before it."""
     on_error: Literal["fail", "continue"] = "fail"
     """What to do if a checkpoint cannot be written. fail: end with status 1. continue: print the error, and train on to
     the next save; if the last save fails, the run still ends with status 1."""
@@ -801,10 +798,10 @@ class Profiling(Section):
 
 class Comm(Section):
     init_timeout_seconds: Count = 300
-    """Seconds without a sign of life or progress of a rank after which the run ends, until the first step is done
-    (startup, compilation, loading). Collectives have 15 s more."""
+    """Before the first step is done (startup, compilation, loading): seconds without a sign of life or progress from a
+    rank after which the run ends. Collectives have 15 s more."""
     train_timeout_seconds: Count = 100
-    """Seconds without a sign of life or progress of a rank after which the run ends, once the first step is done."""
+    """After the first step: seconds without a sign of life or progress from a rank after which the run ends."""
     trace_buf_size: CountOrZero = 20_000
     """Collectives that NCCL's flight recorder keeps and dumps after a timeout; 0 disables it."""
 
@@ -813,8 +810,8 @@ class FaultTolerance(Section):
     """Training in replica groups that may fail. Options have torchtitan 0.2.2's names."""
 
     enable: bool = False
-    """Train in replica groups: launches of the same config, each with all of its ranks, that torchft connects. The
-    groups in the quorum take each step. Needs titanlite[ft], and the lighthouse's address in TORCHFT_LIGHTHOUSE."""
+    """Train in replica groups, which are launches of the same config that torchft connects. Each step is taken by the
+    groups in its quorum. Needs titanlite[ft], and the lighthouse's address in TORCHFT_LIGHTHOUSE."""
     replica_id: CountOrZero = 0
     """Number of this launch's replica group, from 0 to group_size - 1."""
     group_size: CountOrZero = 0
@@ -841,7 +838,7 @@ class Plan(Section):
     price: NotNegative = 0.0
     """Price of one device for one hour, in any currency."""
     expert_imbalance: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
-    """Load of the planned rank's experts, relative to the mean over its expert-parallel group; 1: a balanced load."""
+    """Load of the planned rank's experts, as a multiple of the mean over its expert-parallel group; 1: balanced."""
 
 
 class Debug(Section):
@@ -915,7 +912,7 @@ class Config(Section):
 
     @property
     def tokens_of_forward(self) -> int:
-        """Number of tokens in a rank's forward: of a microbatch in a pipeline, otherwise of a per-device batch."""
+        """Number of tokens in a rank's forward: a microbatch's in a pipeline, otherwise a per-device batch's."""
         piped = self.parallelism.pipeline_parallel_degree > 1
         sequences = self.parallelism.pipeline_parallel_microbatch_size if piped else self.training.local_batch_size
         return sequences * self.training.seq_len // self.parallelism.context_parallel_degree

@@ -12,7 +12,7 @@ Schedule = Literal[
 ONE_STAGE: tuple[Schedule, ...] = ("GPipe", "1F1B")
 """Schedules with one stage per rank; all other schedules have several stages per rank."""
 V_SHAPED: tuple[Schedule, ...] = ("ZBVZeroBubble", "DualPipeV")
-"""Schedules with two stages per rank: the stages run through the ranks from the first to the last and back."""
+"""Schedules with two stages per rank: the order of ranks is first to last, then last to first."""
 SPLIT_BACKWARD: tuple[Schedule, ...] = ("InterleavedZeroBubble", *V_SHAPED)
 """Schedules that compute input gradients and weight gradients in separate steps."""
 
@@ -32,8 +32,8 @@ def split_into_stages(names: Sequence[str], costs: Sequence[float], n_stages: in
         raise ValueError(f"{n_stages} stages need at least as many layers, and there are {layers_before[-1]}")
 
     def best(combine: Callable[[float, float], float], limit: float) -> tuple[float, list[int]]:
-        """Return the smallest total of stages that each cost at most `limit`, and the stages' ends."""
-        totals: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # modules so far -> (total, stages' ends)
+        """Return the smallest total cost of stages of which each costs at most `limit`, and the stages' ends."""
+        totals: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # modules -> (total, stages' ends)
         for _ in range(n_stages):
             longer: dict[int, tuple[float, list[int]]] = {}
             for end in range(1, len(names) + 1):

@@ -24,7 +24,7 @@ MOST_ITEMS = 2**31 - 1
 MOST_TOKENS = 2**53
 """Upper bound on tokens and parameters: plans and metrics count in float64, where larger integers are inexact."""
 MOST_RANKS = 2**16
-"""Upper bound on ranks, four times the largest published run's (arXiv:2407.21783): torch makes a tensor per shard."""
+"""Upper bound on ranks, four times the largest published run's (arXiv:2407.21783): torch creates a tensor per shard."""
 MOST_LAYERS = 4096
 """Upper bound on layers, all of which a rank builds. Published models have up to 1,000 (arXiv:2203.00555)."""
 Count = Annotated[int, Field(ge=1, le=MOST_ITEMS)]

@@ -47,11 +47,11 @@ class CacheBuilder:
 
     def __post_init__(self) -> None:
         advice = "this run waits until it has built the token cache"
-        # No message is needed for a lost lock: is_held() is checked before each shard is published.
+        # A lost lock needs no message: is_held() is checked before each shard is published.
         self.lock = FolderLock(self.folder, "build.lock", self.option, advice, lost=lambda message: None)
 
     def build(self) -> None:
-        """Build all shards and the index, once no other run builds them. Raises ConfigError for unwritable files."""
+        """Build missing shards and the index when no other run builds them. Raises ConfigError for unwritable files."""
         process.at_exit.append(self._stop)
         try:
             for folder in (*reversed(self.folder.parents), self.folder):
@@ -61,7 +61,7 @@ class CacheBuilder:
             index = None
             while index is None:
                 self._wait_for_lock()
-                with contextlib.suppress(FolderInUse):  # a run took over the lock while this process was suspended
+                with contextlib.suppress(FolderInUse):  # another run took over the suspended process's lock
                     self._build_missing()
                     index = Index(dtype=self.dtype, shards=[self.shards[n] for n in range(len(self.segments))])
                     index.publish(self.folder / token_shards.INDEX)
@@ -94,7 +94,7 @@ class CacheBuilder:
             workers = stack.enter_context(self.tokenizer.workers(len(missing)))
             builders = workers or [self]
             pool = stack.enter_context(ThreadPoolExecutor(len(builders)))
-            stack.push(lambda error, *_: error and self.stopped.set())  # one error stops all builders
+            stack.push(lambda error, *_: error and self.stopped.set())  # an error of one builder stops all
             begin, n_tokens, unclaimed = time.monotonic(), 0, iter(missing)
             running = {pool.submit(self._build_shards, unclaimed, builder) for builder in builders}
             while running:
@@ -130,7 +130,7 @@ class CacheBuilder:
         return shard_builder.build_shard(*of_shard, self.tokenizer)
 
     def _build_shards(self, unclaimed: Iterator[int], builder: Any) -> None:
-        """Build shards from an iterator that all builders share. Raises FolderInUse if the lock is lost."""
+        """Build the shards that `unclaimed`, shared by all builders, yields. Raises FolderInUse if the lock is lost."""
         for number in unclaimed:
             if self.stopped.is_set():
                 return

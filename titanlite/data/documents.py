@@ -36,7 +36,7 @@ def open_dataset(source: Source) -> tuple[Iterable[Segment], str]:
 
 def open_stream(source: Source) -> tuple[list[Segment] | Any, str]:
     """Open a dataset that is tokenized during training. Return its files' segments, or a datasets.IterableDataset, and
-    a fingerprint of documents and order. Raises ConfigError as open_dataset does."""
+    a fingerprint of documents and order. Raises the same ConfigError as open_dataset."""
     options = source.training
     if source.is_files:
         segments, content = _open_files(source, with_times=False)
@@ -53,9 +53,9 @@ def read_documents(
     document_of: Callable[[dict[str, Any]], Any] | None = None,
     unread: set[str] | None = None,
 ) -> Iterator[tuple[int, Any]]:
-    """Yield where the next document begins, and this document's text, for each document of a segment. `document_of`
-    makes texts of a row's columns, or raises ValueError. `unread` collects other columns' names. Raises ConfigError for
-    a bad row, TrainingError for a dataset that may be readable later."""
+    """Yield, for each document of a segment, the position where the next document begins and this document's text.
+    `document_of` makes a text from a row's columns, or raises ValueError. `unread` collects the names of other columns.
+    Raises ConfigError for a bad row, TrainingError for an error that may pass."""
     column = source.columns[0]
     if source.is_files:
         rows = read_rows(source.training, segment, source.columns)
@@ -106,8 +106,8 @@ def _open_files(source: Source, *, with_times: bool) -> tuple[Iterator[Segment],
 
 
 def content_hash(files: Sequence[Path], *, with_times: bool) -> str:
-    """Return a hash of files' content and order, not paths: of large files, the size and evenly spaced samples.
-    Modification times, which differ between copies, count only `with_times`."""
+    """Return a hash of files' contents and order, but not of their paths. A large file is hashed by its size and evenly
+    spaced samples. Modification times, which differ between copies, are included only `with_times`."""
     content = hashlib.sha256()
     samples = min(SAMPLES, max(SAMPLES_OF_ALL // len(files), 2))
     for path in files:

@@ -37,14 +37,14 @@ SPLIT = re.compile(
     r"(?<![a-z])(?:(train)|(val|valid|validate|dev)|(test|eval|held.?out|hold.?out))"
     r"(?:ing|ation|uation|s|sets?|data|split)?(?![a-z])"
 )
-"""Words in file names that name splits: 1 training, 2 validation, 3 test. The last such word of a name counts."""
+"""Words in file names that name a split, in the groups 1 training, 2 validation, 3 test. A name's last word counts."""
 
 LARGEST_ROW = 2**26
-"""Most bytes of a row, which is in memory several times while it is read."""
+"""Most bytes of a row, since several copies of a row are in memory while it is read."""
 BYTES_AT_A_TIME = 2**24
 """Approximate bytes of a table's rows that are read together."""
 END = 2**62
-"""`end` of a segment whose number of rows or bytes is unknown."""
+"""Value of `end` in a segment whose number of rows or bytes is unknown."""
 BOM = b"\xef\xbb\xbf"
 KINDS = {kind: text.encode() for kind, text in read_toml(str(Path(__file__).with_name("kinds.toml"))).items()}
 """Regular expression for the first bytes of a file, by the kind of file that is no UTF-8 text."""
@@ -76,8 +76,8 @@ class BadRowError(Exception):
 
 
 def files_of(source: Source) -> list[Path]:
-    """Return the files that a path, folder or glob names, in the same order on every machine, and print the choice
-    among several. Raises ConfigError if there is no file."""
+    """Return the files that a path, folder or glob names, in the same order on every machine; if some are left out,
+    print which. Raises ConfigError if there is no file."""
     path = Path(os.path.expanduser(source.training.dataset_path))
     names, reasons, is_folder = {path.name: path}, dict[str, str](), path.is_dir()
     if is_folder or not path.exists():
@@ -163,7 +163,7 @@ def read_rows(training: Training, segment: Segment, columns: Sequence[str]) -> I
 
 
 def place(training: Training, file: str, begin: int) -> str:
-    """Return a message's text for the place of a row: the file, if any, and the row or line, counted from 1."""
+    """Return text that names a row in a message: the file, if any, and the row's or line's number, counted from 1."""
     if not file:
         return f"row {begin + 1:,}"
     if (rows := _rows_are(training, Path(file))) == "document":
@@ -229,12 +229,12 @@ def _select(training: Training, row: Any, begin: int, end: int, columns: Sequenc
 
 
 def columns_in(training: Training, columns: Sequence[str], names: Collection[str]) -> list[str]:
-    """Return the columns of a row that are read: `columns`, which must exist, and TOOLS of a conversation."""
+    """Return the columns of a row to read: `columns`, which must exist, and for a conversation TOOLS, if it exists."""
     return [*columns, *({TOOLS}.intersection(names) - {*columns} if training.dataset_format != "text" else ())]
 
 
 def no_column(training: Training, names: Collection[str]) -> str:
-    """Return an error message about the first column that a dataset with columns `names` lacks; "" if none."""
+    """Return an error message about the first column that a dataset with columns `names` lacks; "" if it lacks none."""
     for option, column in columns_of(training).items():
         if column not in names:
             return f"no column {show(column)}; it has {', '.join(names) or 'none'} (training.{option})"
@@ -297,7 +297,7 @@ def _json_rows(training: Training, path: Path, segment: Segment, columns: Sequen
             if line.strip():
                 try:
                     row = json.loads(line.decode())
-                except ValueError as error:  # deep nesting raises RecursionError instead
+                except ValueError as error:  # errors_of catches RecursionError (deep nesting)
                     raise BadRowError(begin, f"no JSON: {error}") from None
                 except RecursionError:
                     raise BadRowError(begin, "JSON that is nested too deep") from None

@@ -51,8 +51,8 @@ def load(path: Path) -> Any:
 
 
 def join(chunks: list[np.ndarray], shared: list[np.ndarray]) -> tuple[np.ndarray, list[int]]:
-    """Return a text's tokens from those of its overlapping chunks, and the numbers of chunks that do not fit the chunk
-    before. Two chunks are joined where both agree with `shared`, the tokens of the overlap alone."""
+    """Join the tokens of a text's overlapping chunks, and return the text's tokens and the indices of chunks that do
+    not fit the previous chunk. Chunks are joined where both agree with `shared`, the tokens of the overlap alone."""
     parts, failed, begin = [], [], 0
     for number, (one, other, both) in enumerate(zip(chunks, chunks[1:], shared, strict=False), 1):
         middle, near = len(both) // 2, min(len(both) // 4, 64)
@@ -66,8 +66,8 @@ def join(chunks: list[np.ndarray], shared: list[np.ndarray]) -> tuple[np.ndarray
 
 class HuggingFaceTokenizer(Tokenizer):
     """Encodes text with transformers' tokenizer, on all cores. `prefix` and `suffix` are the tokens that transformers
-    adds to a text. EOS is the token that the tokenizer names, or one of KNOWN_EOS; without any, raise ConfigError. A
-    text that spells out special tokens cannot end its own document, unless `special` is set."""
+    adds to a text. EOS is the token that the tokenizer's files name, or one of KNOWN_EOS; if there is none, raise
+    ConfigError. Special tokens that a text spells out are encoded as ordinary text unless `special` is set."""
 
     KNOWN_EOS = ("<|end_of_text|>", "</s>", "<|endoftext|>", "<eos>", "<|im_end|>")
 
@@ -79,13 +79,14 @@ class HuggingFaceTokenizer(Tokenizer):
             self.loaded = load(path)
             restart_time_limit()
             self.tokenizer = self.loaded.backend_tokenizer
-            self.loaded("")  # raises now if the tokenizer cannot encode plain text
+            self.loaded("")  # raise an error now if the tokenizer cannot encode text
             # A tokenizer.json may ask for truncation and padding, which training does not want.
             self.tokenizer.no_truncation()
             self.tokenizer.no_padding()
             ids, added = self.tokenizer.get_vocab(), self.tokenizer.get_added_tokens_decoder().values()
             special = [token.content for token in added if token.special and not self.loaded.split_special_tokens]
-            # Random names are in no text. Their first and last characters stay: a token may match separate words only.
+            # No text contains a random name. It keeps the token's first and last characters, on which the matching of
+            # words depends.
             self.names = {text: f"{text[0]}{secrets.token_hex(16)}{text[-1]}" for text in special}
             word = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).encode("a")
             around = self.tokenizer.post_process(word)  # encode a single token, and add special tokens around it

@@ -23,7 +23,7 @@ def read_rows(source: Source, segment: Segment) -> Iterator[Row]:
 
 
 def read(source: Source, items: Iterable[Any]) -> Iterator[Any]:
-    """Yield the items. Any error is raised as TrainingError: the dataset exists, and another start may succeed."""
+    """Yield the items, and turn any error into a TrainingError: the dataset exists, and another start may succeed."""
     try:
         yield from items
     except Exception as error:  # formats, file systems and the network raise errors of many types
@@ -50,7 +50,7 @@ def load(source: Source, *, streaming: bool) -> Any:
         path, name = "allenai/c4", "en"
     try:
         dataset = datasets.load_dataset(path=path, name=name, split=split, streaming=streaming)
-        names = dataset.column_names or list(next(iter(dataset)))  # some formats know their columns only from a row
+        names = dataset.column_names or list(next(iter(dataset)))  # some formats tell columns only after a row
     except StopIteration:
         raise ConfigError([f"{source}: has no documents"]) from None
     except Exception as error:  # the hub, file systems and formats raise errors of many types

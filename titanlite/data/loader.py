@@ -42,7 +42,7 @@ class Batch(NamedTuple):
 
 
 class SequenceShard(NamedTuple):
-    """The tokens of each sequence that a context-parallel rank takes, as indices into the sequence."""
+    """Indices of the tokens that a context-parallel rank takes from each sequence."""
 
     own: slice | np.ndarray = slice(None)
     """Indices of this rank's tokens."""
@@ -51,7 +51,7 @@ class SequenceShard(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The data of a rank: sequences rank, rank + degree, ..., and of each sequence the tokens in `shard`."""
+    """The data of a rank: the sequences `rank`, `rank` + `degree`, ..., and of each sequence the tokens in `shard`."""
 
     rank: int
     degree: int
@@ -59,7 +59,7 @@ class Share(NamedTuple):
 
 
 def collate(sequences: Iterable[Sequence], shard: SequenceShard, *, document_mask: bool, pin: bool) -> Batch:
-    """Return a rank's shard of some sequences as a batch; with `pin` in pinned memory, for copies to a GPU."""
+    """Return a rank's shard of some sequences as a batch. `pin`: use pinned memory, for copies to a GPU."""
     tokens, targets, document_positions = (np.stack(arrays) for arrays in zip(*sequences, strict=True))
     positions = document_positions if document_mask else np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
     arrays = [array[:, shard.own] for array in (tokens, np.maximum(targets, IGNORED), positions)]
@@ -78,10 +78,8 @@ def count(sequences: Iterable[Sequence]) -> np.ndarray:
 
 class Loader:
     """Returns this rank's batches, one optimizer step at a time, which a thread prepares ahead of the training.
-
     Optimizer step s trains on sequences s G to s G + G - 1, where G is the global batch size. `n_copies` ranks take the
-    same `share` as this rank. `pin` puts batches into pinned memory. `state` is the `Loader.state` of a saved run.
-    """
+    same `share` as this rank. `pin` puts batches into pinned memory. `state` is the `Loader.state` of a saved run."""
 
     def __init__(
         self,
@@ -97,7 +95,7 @@ class Loader:
         self.start(state)
 
     def start(self, state: dict[str, Any] | None) -> None:
-        """Begin at `state`; call close before a second start. Raises ConfigError for a damaged state."""
+        """Start at `state`; call close before a second start. Raises ConfigError for a damaged state."""
         sequences, self.stateful = self.sequences, None
         if hasattr(sequences, "resumed"):  # a mixture, a stream or own data has a state of its own
             self.stateful = sequences = sequences.resumed(state)
@@ -105,7 +103,7 @@ class Loader:
         self.position, self._again = parse_part(state, "data.next_sequence", Int63), list[Batch]()
         counts = parse_part(state, "data.counts", tuple[Int63, Int63, Int63, Int63] | None)
         self.counts = np.array(counts or [self.position * self.training.seq_len, 0, 0, 0])
-        """Sum of `count` over all sequences so far, of all ranks."""
+        """Sum of the function `count` over all sequences that all ranks have read so far."""
         reader = sequences.read(self.position + self.share.rank, self.share.degree)
         self._ready = queue.Queue[Any](maxsize=PREFETCH_STEPS)  # items: data of a step, or an exception
         self._closed = False
@@ -134,7 +132,7 @@ class Loader:
             self.position += self.training.global_batch_size
             return batches
         if isinstance(item := self._ready.get(), Exception):
-            self._ready.put(item)  # a further call must raise the error again
+            self._ready.put(item)  # put the error back: a further call must raise it again
             raise item
         batches, shard_states, self.step_counts = item
         self.position += self.training.global_batch_size
@@ -146,7 +144,7 @@ class Loader:
         self.counts += np.rint(step_counts).astype(np.int64)
 
     def take_back(self, batches: list[Batch]) -> None:
-        """Let the next call of `next` return these batches, its last result, again."""
+        """Let the next call of `next` return its last result, `batches`, again."""
         self._again, self.position = batches, self.position - self.training.global_batch_size
 
     def close(self, error: object = None, *_: object) -> None:
@@ -170,7 +168,7 @@ class Loader:
 
 
 def n_validation_batches(sequences: SplitSequences, training: Training, validation: Validation, share: Share) -> int:
-    """Return the batches per rank in a validation of at most validation.steps global batches, whatever the layout."""
+    """Return a rank's number of batches in a validation: at most validation.steps global batches under any layout."""
     cap = sequences.n_sequences if validation.steps == -1 else validation.steps * training.global_batch_size
     return -(-min(sequences.n_sequences, cap) // (share.degree * training.local_batch_size))
 

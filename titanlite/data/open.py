@@ -21,7 +21,7 @@ from titanlite.data.tokenizer import ByteTokenizer, Rows, Tokenizer
 
 
 def build_tokenizer(hf_assets_path: str) -> Tokenizer:
-    """Return the tokenizer of a path, in a worker process; "" means bytes. Raises ConfigError for an unusable path."""
+    """Return the tokenizer at a path, in a worker process; "": of bytes. Raises ConfigError for an unusable path."""
     if not hf_assets_path:
         return ByteTokenizer()
     from titanlite.config.hf.values import how_to_download  # imported here: bytes need no download
@@ -37,7 +37,7 @@ def tokenizer_of_run(model: Model, checkpoint: Checkpoint, parallelism: Parallel
     """Return the tokenizer of a resolved config. Raises ConfigError if the model cannot use the tokenizer."""
     tokenizer, degree = build_tokenizer(model.hf_assets_path), parallelism.tensor_parallel_degree
     weights, advice = checkpoint.initial_load_path, ""
-    if weights == SEEDED or (Path(weights) / "config.json").is_file():  # a checkpoint's vocab_size cannot change
+    if weights == SEEDED or (Path(weights) / "config.json").is_file():  # only a checkpoint has a fixed vocab_size
         rows = "" if weights == SEEDED else ' and model.new_tokens = "mean", which adds rows'
         advice = f"set model.vocab_size = {-(-tokenizer.vocab_size // degree) * degree}{rows}, or "
     option = f"model.vocab_size = {model.vocab_size}"
@@ -53,7 +53,7 @@ def check_data(
     sources += [Source(training)] if training.streaming else []
 
     def check_source(source: Source) -> None:
-        with contextlib.redirect_stdout(None):  # a run that follows prints the file names
+        with contextlib.redirect_stdout(None):  # the run itself prints the file names
             files_of(source) if source.is_files else None
         for tokenizer in tokenizers if (template := template_of(source.training)) else ():
             tokenizer.call(template.identity_of)
@@ -127,7 +127,7 @@ def pack_once(cache: TokenCache, split: Split, tokenizer: Tokenizer, training: T
 def token_caches(training: Training, validation: Validation) -> Iterator[CacheOfRun]:
     """Yield the token caches of a run; the caches with training documents come first."""
     datasets = {} if training.datasets else {"": Source(training)}
-    for number, each in enumerate(training.datasets):  # each dataset gets the options of a run on it alone
+    for number, each in enumerate(training.datasets):  # each dataset gets the options of a run on this dataset alone
         options = {key: getattr(each, key) for key in DatasetOptions.model_fields}
         path_option = f"training.datasets.{number}.dataset_path"
         datasets[each.name] = Source(training).changed(path_option, **options, datasets=[])
@@ -149,7 +149,7 @@ def token_caches(training: Training, validation: Validation) -> Iterator[CacheOf
 
 
 def open_mixture(tokenizer: Tokenizer, training: Training, caches: Caches, *, seed: int) -> Mixture:
-    """Return the training split of a mixture. Raises ConfigError for datasets without a sequence to give."""
+    """Return the training split of a mixture. Raises ConfigError if a dataset has too few tokens for a sequence."""
     from titanlite.techniques.data import mixture  # imported here, since most runs have one dataset
 
     opened = [(each.source.training, cache) for each, cache in caches if "training" in each.splits]
@@ -175,7 +175,7 @@ def open_mixture(tokenizer: Tokenizer, training: Training, caches: Caches, *, se
 
 
 def _open_validation(tokenizer: Tokenizer, validation: Validation, caches: Caches) -> SplitSequences:
-    """Return the validation split; a mixture's has all datasets with at least one validation document."""
+    """Return the validation split; for a mixture, it combines all datasets with at least one validation document."""
     opened = [(each.splits["validation"], each.source, cache) for each, cache in caches if "validation" in each.splits]
     packed = (pack_once(cache, split, tokenizer, source.training) for split, source, cache in opened)
     if not (splits := [split for split in packed if split.n_sequences]):

@@ -14,7 +14,7 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.loss import IGNORED
 
 PADDING = IGNORED - 1
-"""Target of padding, which belongs to no document; a Batch has IGNORED in its place."""
+"""Target of padding, which belongs to no document; Batch replaces it by IGNORED."""
 
 
 class Sequence(NamedTuple):
@@ -31,11 +31,11 @@ class Sequences(Protocol):
     """The training split as an endless order of packed sequences."""
 
     def read(self, first: int, stride: int) -> Iterator[tuple[Sequence, tuple[int, Any] | None]]:
-        """Yield sequences first, first + stride, ..., without end, with any streaming shard's index and state."""
+        """Yield the sequences first, first + stride, ...; from a stream, each with its shard's index and state."""
 
 
 class Mixture(Sequences, Protocol):
-    """Sequences of several datasets (techniques/data/mixture.py). `loader_state`: a Loader's, or None at the start."""
+    """Sequences of several datasets (techniques/data/mixture.py). `loader_state`: Loader.state; None at the start."""
 
     identity: str
 
@@ -55,7 +55,7 @@ class SplitSequences(Protocol):
     n_sequences: int
 
     def __getitem__(self, index: int) -> Sequence:
-        """Return a sequence; past the end one of padding, so that all ranks can read equally many batches."""
+        """Return a sequence; past the end, a sequence of padding, since all ranks read the same number of batches."""
 
 
 def split_sequence(tokens: np.ndarray, tokenizer: Tokenizer) -> Sequence:
@@ -77,8 +77,8 @@ def positions_in_documents(ends: np.ndarray) -> np.ndarray:
 
 
 class PackedSequences:
-    """The training split as an endless order of packed sequences, the same for any number of ranks. With
-    training.shuffle, (seed, epoch) determines an epoch's order. Raises ConfigError for too few tokens."""
+    """The training split as an endless list of packed sequences, the same for any number of ranks. With
+    training.shuffle, seed and epoch determine the order of an epoch. Raises ConfigError for too few tokens."""
 
     def __init__(self, tokens: Tokens | np.ndarray, tokenizer: Tokenizer, training: Training, *, seed: int):
         self.tokens, self.tokenizer, self.seq_len = tokens, tokenizer, training.seq_len
@@ -107,7 +107,7 @@ class PackedSequences:
 
 
 class ValidationSequences:
-    """The validation split, once and in order; the last sequence is padded with ignored targets."""
+    """The validation split, read once and in order; the last sequence is padded with ignored targets."""
 
     def __init__(self, tokens: Tokens | np.ndarray, tokenizer: Tokenizer, seq_len: int):
         self.tokens, self.tokenizer, self.seq_len = tokens, tokenizer, seq_len
@@ -117,7 +117,7 @@ class ValidationSequences:
         return f"{self.n_sequences:,} packed sequences"
 
     def __getitem__(self, index: int) -> Sequence:
-        """Return a sequence; past the end, one of padding, whose positions continue the last document's."""
+        """Return a sequence; past the end, a sequence of padding, with positions that continue the last document."""
         start = index * self.seq_len
         sequence = split_sequence(self.tokens[start : start + self.seq_len + 1], self.tokenizer)
         n_padded = self.seq_len - len(sequence.inputs)

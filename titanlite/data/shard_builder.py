@@ -36,9 +36,9 @@ class CacheOptions:
     source: Source
     validation_fraction: float
     template: str
-    """Name, by `name_of`, of the class that makes documents of rows; empty: documents are plain text."""
+    """Name, as `name_of` returns it, of the class that makes documents from rows; empty: documents are plain text."""
     rows: Rows | None = None
-    """The model's rows, if they are fewer than the tokenizer's ids."""
+    """The rows of the model's embedding, if they are fewer than the tokenizer's ids."""
 
 
 def spelled(tokenizer: Tokenizer, texts: list[str]) -> set[str]:
@@ -49,7 +49,7 @@ def spelled(tokenizer: Tokenizer, texts: list[str]) -> set[str]:
 
 def is_validation_document(shard: int, document: int, fraction: float) -> bool:
     """Return whether a shard's document, counted from 0, belongs to the validation split: an evenly spaced fraction,
-    whatever the seed and layout. Shards' phases differ, so that many small shards have the fraction in total."""
+    the same for any seed and layout. Shards have different phases, so that small shards together have the fraction."""
     phase = shard * 0.6180339887498949 % 1  # multiples of the golden ratio spread evenly
     return int(phase + (document + 1) * fraction) > int(phase + document * fraction)
 
@@ -77,7 +77,7 @@ def build_shard(
         document_of = functools.partial(template.document, options.source.training, unread=unread)
 
     def encoded() -> Iterator[tuple[list[str], list[np.ndarray], int]]:
-        """Yield texts, their tokens, and the bytes read, while the pool already encodes further batches."""
+        """Yield texts, their tokens, and the bytes read, while the pool encodes the next batches."""
         batches = _batches(options.source, segments, document_of, unread, at)
         submitted = ((texts, pool.submit(encode, texts), *others) for texts, *others in batches)
         running = collections.deque(itertools.islice(submitted, 2))
@@ -90,7 +90,7 @@ def build_shard(
     def documents() -> Iterator[tuple[Split, np.ndarray, int]]:
         document = 0
         for texts, tokens, n_bytes in encoded():
-            if not (number or document or special or options.template):  # search a dataset's first documents only
+            if not (number or document or special or options.template):  # search a dataset's first documents
                 unread.update(spelled(tokenizer, texts[:N_SEARCHED]))
             for text, own in zip(texts, tokens, strict=True):
                 if options.rows:
@@ -101,8 +101,8 @@ def build_shard(
                 document += not getattr(text, "is_beginning", False)
             report(n_bytes, sum(map(len, tokens)), sorted(unread))
 
-    # The pool is outside generators, which the garbage collector may close in any thread: a thread that is just
-    # starting would then wait for itself (Python 3.11).
+    # The pool is outside the generator: the garbage collector may close a generator in any thread, and a pool's thread
+    # that is just starting would then wait for itself (Python 3.11).
     with ThreadPoolExecutor(2) as pool:
         return write_shard(path, dtype, documents())
 

@@ -1,4 +1,4 @@
-"""The class of options that name a dataset."""
+"""A class for the options that name a dataset."""
 
 import dataclasses
 from typing import Any
@@ -19,7 +19,7 @@ class Source:
 
     training: Training
     path_option: str = "training.dataset_path"
-    """The option that names the path, for error messages."""
+    """The key of the option for the path, for error messages."""
 
     @property
     def is_files(self) -> bool:

@@ -43,7 +43,7 @@ def segments_of_shards(segments: Iterable[Segment]) -> list[list[Segment]]:
 
 
 def _split(segment: Segment) -> list[Segment]:
-    """Divide a segment into segments of at most SHARD_BYTES each, if it can be divided."""
+    """Divide a segment into segments of at most SHARD_BYTES each, if its file can be divided."""
     n_rows, size = segment.end - segment.begin, segment.bytes
     n = max(min(-(-size // SHARD_BYTES), n_rows), 1) if is_splittable(segment) else 1
     limits = [(segment.begin + n_rows * i // n, size * i // n) for i in range(n + 1)]
@@ -110,7 +110,7 @@ def template_of(training: Training) -> Any:
 
 
 def _of_builder(find: Callable[[], str], builds_cache: bool) -> str:
-    """Return or raise, on all ranks of a node, the result of `find` on the rank that builds the cache."""
+    """Call `find` on the rank that builds the cache; return its result, or raise its error, on all ranks of a node."""
     found: list[Any] = [""]
     if builds_cache:
         try:
@@ -124,7 +124,7 @@ def _of_builder(find: Callable[[], str], builds_cache: bool) -> str:
     for each in found:
         if isinstance(each, Exception):
             raise each
-    return next(filter(None, reversed(found)), "")  # the last found path is that of this node's first rank
+    return next(filter(None, reversed(found)), "")  # the last path in `found` is from the first rank of this node
 
 
 def _wait(folder: Path, dtype: DType) -> Index:
@@ -137,7 +137,7 @@ def _wait(folder: Path, dtype: DType) -> Index:
 
 
 def _complete_cache(folder: Path, dtype: DType, option: str, *, verifies: bool) -> TokenCache | None:
-    """Return the cache if all sizes (if verified, also checksums) are right; otherwise remove wrong files."""
+    """Return the cache if all sizes, and with `verifies` all checksums, are right; otherwise remove the wrong files."""
     try:
         cache = TokenCache(folder, token_shards.read_index(folder, dtype), is_builder=True)
         cache.check_sizes()

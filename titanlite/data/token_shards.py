@@ -7,10 +7,9 @@ A shard is a safetensors file (https://github.com/huggingface/safetensors) with 
 
     train, validation                         uint16 or uint32: the tokens of each split, documents end to end
     train_documents, validation_documents     uint32: the number of tokens of each document
-    checksums                                 uint64: XXH3 of each CHECKSUM_BLOCK bytes of the tensors before
+    checksums                                 uint64: XXH3 of each CHECKSUM_BLOCK bytes of the tensors above
 
-A block's checksum is verified when a process first reads the block, so that a cache of any size opens at once.
-"""
+A block's checksum is verified when a process first reads the block, so that a cache of any size opens at once."""
 
 import contextlib
 import functools
@@ -121,8 +120,8 @@ def shard_name(number: int) -> str:
 
 
 def check_trusted(path: Path) -> os.stat_result:
-    """Return the status of a file or folder that only this user or root owns and may write, since whoever writes it
-    chooses what is trained on; else raise ConfigError. Raises FileNotFoundError if there is none."""
+    """Return the status of a file or folder. Raises ConfigError if anybody except this user and root owns it or may
+    write it, since whoever writes it chooses the training data; FileNotFoundError if it is missing."""
     status = path.lstat()
     if status.st_uid not in (os.geteuid(), 0):
         try:
@@ -154,7 +153,7 @@ def check_folder_trusted(folder: Path) -> os.stat_result:
 
 
 def _is_own_group(number: int) -> bool:
-    """Return whether a group has this user alone, as the personal groups of many systems do."""
+    """Return whether this user is the only member of a group, as in the personal groups of many systems."""
     try:
         user, group = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(number)
     except KeyError:
@@ -163,7 +162,7 @@ def _is_own_group(number: int) -> bool:
 
 
 def check_dataset(path: Path, shards: list[Shard]) -> None:
-    """Raise ConfigError if the shards are not of the dataset that the folder of `path` is named after."""
+    """Raise ConfigError if the shards' dataset differs from the dataset in the name of `path`'s folder."""
     if any(shard.dataset != path.parent.name for shard in shards):
         problem = f"{path}: is of another dataset, whose folder was renamed to this one; remove the folder"
         raise ConfigError([f"{problem} to have it built again"])
@@ -204,7 +203,8 @@ def read_record(file: Path, kind: type[_Record]) -> _Record:
 
 
 def read_index(folder: Path, dtype: DType) -> Index:
-    """Return tokens.json. Raises as read_record does, and for another dataset (ConfigError) or dtype (damaged)."""
+    """Return tokens.json. Raises the errors of read_record, ConfigError for another dataset, and DamagedShardError for
+    another dtype."""
     index = read_record(folder / INDEX, Index)
     check_dataset(folder / INDEX, index.shards)
     if index.dtype != dtype:
@@ -272,7 +272,7 @@ class TokenCache:
         return open_file(path, buffering=0)
 
     def _read(self, number: int, begin: int, end: int) -> memoryview:
-        """Return bytes after a shard's header; the checksums of their blocks are verified before."""
+        """Return bytes that follow a shard's header, after verifying the checksums of their blocks."""
         file, (n_bytes, _) = self._open(number), self._places[number]["checksums"]
         if number not in self._verified:
             self._verified[number] = np.zeros(math.ceil(n_bytes / CHECKSUM_BLOCK), bool)

@@ -10,13 +10,13 @@ import numpy as np
 from titanlite.config.loader import ConfigError, show
 
 BATCH = 2**20
-"""Characters of all texts that are encoded together."""
+"""Number of characters in a batch of texts, which are encoded together."""
 SECONDS = 10
 """Most seconds of processor time that a worker may spend on a batch or a conversation."""
 
 
 def restart_time_limit() -> None:
-    """Restart the time limit of a worker, if this process is one."""
+    """Restart the time limit of a worker, if this process is a worker."""
     if signal.getitimer(signal.ITIMER_PROF)[0]:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
 
@@ -26,7 +26,7 @@ class Rows(NamedTuple):
 
     n: int
     option: str
-    """The origin of the number, for error messages, as in "model.vocab_size = 320"."""
+    """The option that sets the number, for error messages, such as "model.vocab_size = 320"."""
     advice: str
 
     def require(self, text: str, tokens: np.ndarray | list[int]) -> None:
@@ -40,7 +40,7 @@ class Tokenizer(Protocol):
     """Converts text to token ids and back."""
 
     rows: Rows | None = None
-    """The model's rows; a text with a token id beyond them is an error."""
+    """The rows of the model's embedding; a text with a larger token id is an error."""
     prefix: list[int]
     """The tokens that begin each text, such as BOS."""
     suffix: list[int]
@@ -55,8 +55,7 @@ class Tokenizer(Protocol):
         return next(iter(self.prefix), None)
 
     def encode(self, texts: list[str], special: bool = False) -> list[np.ndarray]:
-        """Return the token ids of each text, uint32, without prefix and suffix. With `special`, texts may spell out
-        special tokens."""
+        """Return each text's token ids, uint32, without prefix and suffix. `special`: texts may have special tokens."""
 
     def decode(self, tokens: list[int]) -> str:
         """Return the text of tokens. Special tokens have no text."""
@@ -69,7 +68,7 @@ class Tokenizer(Protocol):
         return self
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function of this tokenizer and arguments, in the process that the tokenizer runs in."""
+        """Call a function with this tokenizer and `arguments`, in the process that the tokenizer runs in."""
         return function(self, *arguments)
 
     @contextlib.contextmanager
@@ -118,5 +117,5 @@ def encode_prompts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
 
 
 def continuation(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
-    """Return the text of the tokens after a prompt, decoded with it, since some decoders drop a text's first space."""
+    """Return the text of the tokens after a prompt, decoded with the prompt: decoders may drop a first space."""
     return tokenizer.decode([*prompt, *tokens])[len(tokenizer.decode(prompt)) :]

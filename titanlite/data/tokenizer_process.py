@@ -17,7 +17,7 @@ from titanlite.launch.process import available_cores
 
 class ShardWorker(Worker):
     def build_shard(self, *arguments: Any) -> Shard:
-        """Build a shard in the worker; the arguments are shard_builder.build_shard's up to `report`."""
+        """Build a shard in the worker. `arguments`: as for shard_builder.build_shard, up to `report`."""
         *of_shard, options, report = arguments
         at = "", 0
 

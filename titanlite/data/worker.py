@@ -1,6 +1,6 @@
 """A worker process (worker_process.py) with limits of memory and time, which handles untrusted data: tokenizers' files,
 chat templates, rows, and footers of parquet files. A message is a line: a name and JSON. A call names a function of
-titanlite, whose annotations its arguments and result are checked against, so that a file that takes over a worker can
+titanlite; its arguments and result must have the types that the function declares. A file that takes over a worker can
 make it send wrong tokens, but no code."""
 
 import contextlib
@@ -24,7 +24,7 @@ from titanlite.data.tokenizer import SECONDS
 MEMORY = 7 * 2**28
 """Most bytes of data in a worker's memory, and of a message."""
 THREADS = 4
-"""Cores per worker, of which reading and decompression use one."""
+"""Cores per worker; reading and decompression use one of them."""
 MESSAGES: dict[str, TypeAdapter[Any]] = {
     "error": TypeAdapter(tuple[bool, list[str]]),  # whether the error is a ConfigError; the error's lines
     "report": TypeAdapter(tuple[int, int, list[str]]),  # bytes and tokens since the last report; unread names
@@ -41,7 +41,7 @@ def name_of(target: Any) -> str:
 def named(name: str) -> Any:
     """Return the function or class of titanlite with a name. Raises ValueError for any other name."""
     target = pkgutil.resolve_name(name) if name.startswith("titanlite.") else None
-    if target is None or name_of(target) != name:  # a module also contains the objects that it imports
+    if target is None or name_of(target) != name:  # reject objects that the module has only imported
         raise ValueError(f"{name} is no function of titanlite")
     return target
 
@@ -90,8 +90,8 @@ class Worker:
         received: Callable[..., None] = lambda *content: None,
         subject: str = "",
     ) -> Any:
-        """Return what a function returns in the worker. Raises what the function raises, and ConfigError for a crash or
-        an exceeded limit, with `subject` (default: tokenizer) and `where`. `received` gets earlier messages."""
+        """Return what a function returns in the worker. Raises the function's error or, for a crash or an exceeded
+        limit, a ConfigError that names `subject` (default: tokenizer) and `where`. `received` gets earlier messages."""
         types, result = types_of(function)
         content, problem = types.dump_json(arguments), ""
         with self._lock:

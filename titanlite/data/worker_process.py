@@ -22,7 +22,7 @@ def read_footer(_: Any, file: Path) -> None:
     """Read all of a parquet file's footer, of which pyarrow decodes parts only on access."""
     import pyarrow.parquet  # imported here, since few workers need pyarrow
 
-    with contextlib.suppress(Exception):  # the reader of the file will raise the error again
+    with contextlib.suppress(Exception):  # the run will raise this error when it reads the file
         metadata = pyarrow.parquet.ParquetFile(file).metadata
         for group in range(metadata.num_row_groups):
             restart_time_limit()

@@ -57,7 +57,7 @@ class AppendedFile:
         self._pending, self._failed, self._size = b"", False, None
 
     def close(self) -> None:
-        """Try once more to write the records in memory. Print a line if records are lost."""
+        """Try once more to write the records that are still in memory. Print a line if records are lost."""
         if self._failed:
             self.append(b"")
         if self._failed:

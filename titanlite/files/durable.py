@@ -38,8 +38,8 @@ def parse(record: type[_Record], content: dict[str, Any], what: str) -> _Record:
 
 
 def parse_part(state: Mapping[str, Any], place: str, kind: Any) -> Any:
-    """Return the value at `place` in a checkpoint's state.json, such as "data.mixture"; `state` is the object around
-    the value. Raises ConfigError with the first problem if the value is not of type `kind`, such as a Record."""
+    """Return the value at `place` in a checkpoint's state.json, such as "data.mixture"; `state` is the object that
+    contains the value. Raises ConfigError with the first problem if the value is not of type `kind`."""
     try:
         return TypeAdapter(kind).validate_json(json.dumps(state.get(place.rpartition(".")[2])), strict=True)
     except ValidationError as error:
@@ -47,7 +47,7 @@ def parse_part(state: Mapping[str, Any], place: str, kind: Any) -> Any:
 
 
 def first_problem(error: ValidationError, *around: str) -> str:
-    """Return the first problem as `key.key: message`. `around` are the keys of the object that was validated."""
+    """Return the first problem as `key.key: message`, where the keys of `around` come first."""
     first = error.errors()[0]
     return printable(": ".join(filter(None, (".".join(map(str, (*around, *first["loc"]))), first["msg"]))))
 
@@ -59,11 +59,11 @@ def checksum(data: bytes | memoryview) -> str:
 
 _NAMES = "ENOENT EACCES EPERM EISDIR ENOTDIR ELOOP ENAMETOOLONG EINVAL EFBIG ENXIO"
 LASTING = [getattr(errno, name) for name in _NAMES.split()]
-"""Errors that another start would meet again: a file is missing, forbidden, misnamed, too large or not regular."""
+"""Error numbers that a new start cannot avoid: a file is missing, forbidden, misnamed, too large or not regular."""
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether an error is of the disk or the network, so that another start may succeed. An OSError without
+    """Return whether the disk or the network caused an error, so that another start may succeed. An OSError without
     errno is a library's error about a damaged file."""
     failed = isinstance(error, OSError) and error.errno is not None
     return (failed and error.errno not in LASTING) or isinstance(error, (ConnectionError, TimeoutError))
@@ -98,8 +98,8 @@ def write_synced(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 def replace_file(path: Path, data: bytes, *, by_one: bool = True) -> None:
     """Replace a file atomically: after a crash, the file has the old content or the new. Raises OSError if the new
-    content cannot be written. `by_one`: only one process replaces the file at a time, and overwrites the temporary file
-    of a killed process. Not `by_one`: several processes may replace the file at once; only this user may write it."""
+    content cannot be written. `by_one`: no two processes replace the file at a time; a killed process's temporary file
+    is overwritten. Not `by_one`: several processes may do so, and only this user may write it."""
     replacement = path.with_name(f"{path.name}.tmp" if by_one else f"{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         write_synced(replacement, data, 0o666 if by_one else 0o644)

@@ -1,9 +1,7 @@
-"""The safetensors files of checkpoints, token caches and Hugging Face folders, written tensor by tensor (the library
-would need all tensors in memory), and read block by block, with a checksum for each block, which other readers ignore.
-
-A file consists of the length of the header (8 bytes, little endian), the header (JSON: dtype, shape and place of each
-tensor, and text in `__metadata__`), and the tensors' bytes (https://github.com/huggingface/safetensors).
-"""
+"""The safetensors files of checkpoints, token caches and Hugging Face folders, written tensor by tensor (the
+safetensors library needs all tensors in memory) and read block by block. Other readers ignore the blocks' checksums. A
+file consists of the length of the header (8 bytes, little endian), the header (JSON: dtype, shape and place of each
+tensor, and text in `__metadata__`), and the tensors' bytes (https://github.com/huggingface/safetensors)."""
 
 import itertools
 import json
@@ -21,11 +19,11 @@ ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "U64"
 BLOCK_BYTES = 4 * 2**20
 """Bytes of a block of a tensor, the unit of checksums and reads."""
 CHECKSUMS = "xxh3_64 of every 4 MiB"
-"""The key of `__metadata__` whose value is the checksums of each tensor's blocks, as JSON."""
+"""Key in `__metadata__` for the checksums of each tensor's blocks, as JSON."""
 SYNCED_BLOCKS = 8
 """The number of blocks written between two syncs, so that the file's size shows how much is on the disk."""
 LARGEST_HEADER = 100_000_000
-"""The most bytes of a header, as in the safetensors library."""
+"""Largest header in bytes, as in the safetensors library."""
 
 Tensors = Mapping[str, tuple[str, Sequence[int]]]
 """The dtype and the shape of each tensor of a file, by name, in the order of the tensors in the file."""
@@ -57,7 +55,7 @@ def write(
     path: Path, tensors: Tensors, contents: Iterator[memoryview], metadata: Mapping[str, str] | None = None
 ) -> tuple[int, bytes]:
     """Write a file and wait until its data is on the disk. Return the file's size and header. `contents` yields the
-    bytes of each tensor, of which only one is in memory at a time. Without `metadata`, the header contains checksums.
+    bytes of each tensor; only one tensor is in memory at a time. Without `metadata`, the header contains checksums.
     Raises OSError if the file cannot be written."""
     n_blocks = itertools.count(1)
 
@@ -74,13 +72,13 @@ def write(
     def header() -> bytes:
         return encode_header(tensors, {CHECKSUMS: json.dumps(checksums)} if metadata is None else metadata)
 
-    checksums = {  # placeholders of the final length: the header is written again with the true checksums
+    checksums = {  # placeholders of the final length: the header is written again with the right checksums
         name: ["0" * 16] * math.ceil((end - begin) / BLOCK_BYTES) for name, (begin, end) in places(tensors).items()
     }
     with open(path, "wb", opener=open_own) as file:
         file.write(header())
         for name in tensors:
-            checksums[name] = write_blocks(next(contents))  # each tensor is freed before the next is read
+            checksums[name] = write_blocks(next(contents))  # each tensor is freed before `contents` reads the next
         n_bytes = file.tell()
         file.seek(0)
         file.write(header())
@@ -112,7 +110,7 @@ def read_blocks(
 
 
 def read_fully(file: BinaryIO, data: memoryview, begin: int) -> None:
-    """Fill `data` with the bytes of a file from `begin` on, whatever the file's position: threads may share a file."""
+    """Fill `data` with a file's bytes from `begin` on, without the file's position: threads may share a file."""
     n_read = 0
     while n_read < len(data):  # preadv may read fewer bytes than asked
         n = os.preadv(file.fileno(), [data[n_read:]], begin + n_read)

@@ -1,1 +1,1 @@
-"""Hugging Face models: weights in (load.py), weights and config out (export.py), and the names of both (names.py)."""
+"""Hugging Face models: load weights (load.py), export weights and config (export.py), and convert names (names.py)."""

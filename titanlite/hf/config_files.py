@@ -1,5 +1,5 @@
-"""config.json and generation_config.json of an exported folder. If the run started from a released model, the model's
-values stay, except values that the run changed or that describe the files."""
+"""config.json and generation_config.json of an exported folder. If the run started from a released model, that model's
+values are kept, except values that the run changed or that describe files."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ def model_of(folder: Path) -> Model:
     file, weights = folder / "config.json", folder.glob("*.safetensors")
     sizes = [each.stat().st_size for each in weights if each.is_file()]
     model = load_values({"model": model_options(folder), "training": {"seq_len": 1}}, str(file), []).config.model
-    if sizes and (n_parameters := count_parameters(model)) > max(2 * sum(sizes), 2**28):  # weights have at least 4 bits
+    if sizes and (n_parameters := count_parameters(model)) > max(2 * sum(sizes), 2**28):  # a weight has at least 4 bits
         problem = f"has {n_parameters} parameters, and the *.safetensors beside it {sum(sizes)} bytes"
         raise ConfigError([f"{file}: its model {problem}; expected the config.json of these weights"])
     return model
@@ -25,9 +25,9 @@ def model_of(folder: Path) -> Model:
 def config_files(
     options: Model, source: Path | None, *, torch_dtype: str, max_seq_len: int, bos: int | None, eos: int | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return config.json and generation_config.json of a model; `source` is the folder of a release that the run
-    started from, whose BOS and EOS stay if they include the tokenizer's. For other arguments see hf_config. Raises
-    ConfigError if transformers has no such model, or a file of the release is wrong."""
+    """Return config.json and generation_config.json of a model; `source` is the folder of the released model that the
+    run started from; its BOS and EOS are kept if they include the tokenizer's. Other arguments: as for hf_config.
+    Raises ConfigError if transformers has no such model, or a file of the release is wrong."""
     arguments: dict[str, Any] = {"max_seq_len": max_seq_len, "torch_dtype": torch_dtype}
     if source is None:
         config = hf_config(options, **arguments, bos=bos, eos=eos)
@@ -44,8 +44,8 @@ def config_files(
     before |= {key: released.get(key) for key in NO_OPTION if key in before}
     changed = {key for key in {**before, **after} if before.get(key) != after.get(key)}
     if "max_position_embeddings" in changed and after["rope_scaling"]:
-        changed.add("rope_scaling")  # without an original length, rope_scaling refers to max_position_embeddings
-    if released["model_type"] not in FAMILIES:  # kimi_k2, which transformers calls deepseek_v3
+        changed.add("rope_scaling")  # rope_scaling without an original length uses max_position_embeddings
+    if released["model_type"] not in FAMILIES:  # transformers loads kimi_k2 as deepseek_v3
         changed.add("model_type")
     if "model_type" in changed:  # the new type has other defaults for missing keys
         changed |= after.keys() - released.keys()

@@ -1,6 +1,6 @@
 """Export of a checkpoint's weights as a Hugging Face folder, with one parameter in memory at a time, so that any
-machine can export any model. A layer's experts are one stacked parameter here, and separate tensors in the folder.
-Biases that balance experts are exported in float32."""
+machine can export any model. A layer's experts are a stacked parameter in titanlite, and separate tensors in the
+folder. Biases that balance experts are exported in float32."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from titanlite.hf.names import BALANCE_BIAS, hf_shape, hf_tensors, is_stacked, t
 from titanlite.launch.progress import progress
 
 LOAD = ".router.load"
-"""End of the names of the experts' load, a state of training that is not exported."""
+"""End of the names of the buffers for the experts' load, which training needs and which are not exported."""
 
 
 def export(
@@ -41,7 +41,7 @@ def export(
 ) -> int:
     """Write a model as a folder that transformers loads, and return the number of safetensors files. Until the folder
     is complete, its name is `out` with .tmp added. Raises ConfigError if `out` exists, the checkpoint is damaged or of
-    another model, or a weight exceeds the dtype.
+    another model, or a weight is too large for the dtype.
 
     Args:
         reader: a checkpoint.reader.CheckpointReader, or an object with the same `shapes` and `read(name)`.
@@ -64,13 +64,13 @@ def export(
 
 
 def _check_shapes(reader: Any, options: Model, dtype: torch.dtype) -> None:
-    """Raise ConfigError if the checkpoint's weights are not those of the model, or the dtype is unsupported."""
+    """Raise ConfigError if the checkpoint's weights do not fit the model, or the dtype is unsupported."""
     if _name(dtype) not in HF_DTYPES.values():
         raise ConfigError([f"--dtype {_name(dtype)}: expected one of {', '.join(HF_DTYPES.values())}"])
     saved = {name.removeprefix("model."): shape for name, shape in reader.shapes.items() if name.startswith("model.")}
     saved = {name: shape for name, shape in saved.items() if not name.endswith(LOAD)}
     layers = {name.split(".")[1] for name in saved if name.startswith("layers.")}
-    if len(layers) != options.n_layers:  # check first: tensor_shapes builds n_layers layers, however many
+    if len(layers) != options.n_layers:  # check first: tensor_shapes would build n_layers layers, even millions
         problem = f"the checkpoint has {len(layers)} layers, and its [model] options say {options.n_layers}"
         raise ConfigError([f"{problem}; it is damaged"])
     shapes = tensor_shapes(options)
@@ -84,7 +84,7 @@ def _check_shapes(reader: Any, options: Model, dtype: torch.dtype) -> None:
 
 
 def _with_biases(options: Model) -> Model:
-    """Return the exported model's options: a DeepSeek-V3 always has biases that balance experts, even if zero."""
+    """Return the exported model's options, in which a DeepSeek-V3 always has biases that balance experts."""
     if not options.mla.kv_lora_rank or not options.moe.n_experts or options.moe.score_function == "softmax":
         return options
     return options.model_copy(update={"moe": options.moe.model_copy(update={"balance_bias": True})})
@@ -111,16 +111,16 @@ def _write_weights(reader: Any, options: Model, folder: Path, dtype: torch.dtype
         def contents(group: list[tuple[str, ...]]) -> Iterator[memoryview]:
             for each in group:
                 advance()
-                yield from map(bytes_of, tensors_of(each))  # a tensor is freed before the next one is read
+                yield from map(bytes_of, tensors_of(each))  # each tensor is freed before the next one is read
 
         def tensors_of(each: tuple[str, ...]) -> Sequence[Tensor]:
-            """Return the folder's tensors of a parameter: one, or one per expert where experts are stacked."""
+            """Return the exported tensors of a parameter: one, or one per expert if it stacks experts."""
             names = ours[each]
             if f"model.{names[0]}" in reader.shapes:
                 tensor = to_hf(names, [reader.read(f"model.{name}") for name in names], options)
                 tensor = _cast(names[0], tensor, dtypes[each])
             else:
-                tensor = torch.zeros(shapes[names[0]])  # experts' balance biases, which the run did not train, are 0
+                tensor = torch.zeros(shapes[names[0]])  # balance biases that the run did not train are 0
             return tensor.unbind() if tensor.dim() == EXPERT_DIMS and not is_stacked(names[0], options) else [tensor]
 
         for number, group in enumerate(groups, 1):
@@ -136,7 +136,7 @@ def _write_weights(reader: Any, options: Model, folder: Path, dtype: torch.dtype
 
 
 def partition(sizes: dict[Any, int], most: int) -> list[list[Any]]:
-    """Partition keys, in their order, into groups of at most `most` bytes, except groups with a single tensor."""
+    """Partition keys, in their order, into groups of at most `most` bytes; a larger tensor is a group by itself."""
     groups: list[list[Any]] = []
     filled = 0
     for name, size in sizes.items():
@@ -149,7 +149,7 @@ def partition(sizes: dict[Any, int], most: int) -> list[list[Any]]:
 
 
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor in another dtype. Raises ConfigError if a finite number is too large for it."""
+    """Return a tensor in another dtype. Raises ConfigError if a finite number becomes infinite."""
     if tensor.dtype == dtype:
         return tensor
     result = tensor.to(dtype)

@@ -6,8 +6,7 @@ columns of its own shards, one tensor after the other.
     folder/model-00001-of-00004.safetensors ...                      the files
 
 A layer's experts are one parameter [E, F, D] of the model, and separate tensors [F, D] in these files. The buffers that
-balance experts are loaded like parameters. No file can contain code: pickles of older models (*.bin) are rejected.
-"""
+balance experts are loaded like parameters. No file can contain code: pickles of older models (*.bin) are rejected."""
 
 import contextlib
 import itertools
@@ -51,22 +50,22 @@ ROWS_AT_A_TIME = 2**14
 EXPERT_DIMS = 3
 """Dimensions of a parameter of experts: experts, rows, columns."""
 PREFIXES = ("model.", "transformer.")
-"""Prefixes of tensors' names, which folders of models without an output head lack, as GPT-2's release does."""
+"""Prefixes of tensors' names. Folders of models without an output head lack the prefix, as in GPT-2's release."""
 NOT_A_WEIGHT = re.compile(
     r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(masked_)?bias"
 )
-"""Rotary frequencies and masks, which older versions of transformers saved, and which follow from the config."""
+"""Names of rotary frequencies and masks: older versions of transformers saved them, but the config determines them."""
 STACKED = "experts.gate_up_proj"
-"""End of a name of a tensor with all experts, which transformers writes only with save_original_format = False."""
+"""End of the name of a tensor of all experts, which transformers writes only with save_original_format = False."""
 QUANTIZED = re.compile(r"(scales?|scale_inv|zero_point|qzeros|qweight|g_idx|absmax|quant_map|quant_state[\w.]*)$")
-"""End of the names of tensors that quantized models have beside or instead of their weights."""
+"""End of the names of tensors that quantized models have in addition to weights or instead of weights."""
 
 
 def load_hf_weights(folder: Path, model: nn.Module, options: Model) -> None:
     """Load a Hugging Face folder's weights into this rank's modules, as plain tensors or DTensors of any placement.
     Weights are cast to their parameters' dtypes. `options` is the section [model] of the full model, of which `model`
-    may be a pipeline stage. The caller must make the ranks agree on whether one raised. Raises ConfigError for another
-    model's folder or an unreadable file (then no weight has changed), and for a number that is NaN or infinite."""
+    may be a pipeline stage. The caller must tell all ranks if one rank raised. Raises ConfigError for another model's
+    folder or an unreadable file, before any weight changes, and for a number that is NaN or infinite."""
     parameters, files = named_weights(model), tensor_files(folder)
     of_folder = _shapes_in(files, options)
     is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
@@ -106,7 +105,7 @@ def _shapes_in(files: Mapping[str, Path], options: Model) -> dict[str, torch.Siz
 
 
 def _print_new_rows(folder: Path, grows: Mapping[str, Path], n_rows: int) -> None:
-    """Print, for each tensor, how many rows its file lacks."""
+    """Print, for each tensor in `grows`, how many of the model's rows its file lacks."""
     for name, file in grows.items():
         with open_safetensors(file) as of_file:
             n = n_rows - of_file.get_slice(name).get_shape()[0]
@@ -138,14 +137,14 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def name_in(files: Mapping[str, Path], name: str) -> str:
-    """Return a tensor's name in a folder, in which names may have no prefix."""
+    """Return the name of a tensor in a folder whose tensor names may lack a prefix."""
     bare = name.partition(".")[2] if name.startswith(PREFIXES) else name
     return bare if bare in files or bare + BLOCKS in files else name
 
 
 def _without_predictors(folder: Path, files: dict[str, Path], *, prints: bool) -> dict[str, Path]:
-    """Return a DeepSeek-V3's tensors, without those of layers for multi-token prediction. Raises ConfigError if rows of
-    queries and keys are in another order."""
+    """Return the files of a DeepSeek-V3's tensors, without the layers for multi-token prediction. Raises ConfigError if
+    rows of queries and keys are in another order."""
     config = read_json_object(folder / "config.json")
     if config.get("rope_interleave") is False:
         problem = "rope_interleave = false: expected true, neighbouring rows of queries and keys rotated together"
@@ -190,7 +189,7 @@ def first_of(names: list[str]) -> str:
 
 
 def _file_problems(file: Path, shapes: dict[str, torch.Size], grows: set[str]) -> list[str]:
-    """Return an error for each tensor that a file lacks, or has with a wrong dtype or, unless in `grows`, shape."""
+    """Return an error for each tensor that a file lacks, or that has a wrong dtype or (unless in `grows`) shape."""
     problems = []
     try:
         with open_safetensors(file) as tensors:
@@ -217,7 +216,7 @@ def _file_problems(file: Path, shapes: dict[str, torch.Size], grows: set[str]) -
 
 @contextlib.contextmanager
 def open_safetensors(file: Path, again: str = "download or export") -> Iterator[Any]:
-    """Open a safetensors file. Raises ConfigError for a damaged one, with advice such as "download it again"."""
+    """Open a safetensors file. Raises ConfigError for a damaged file, with advice such as "download it again"."""
     if not file.is_file():  # a pipe is rejected, too: reading it would wait
         raise ConfigError([f"{file}: no such file; {again} the folder again"])
     try:
@@ -229,7 +228,7 @@ def open_safetensors(file: Path, again: str = "download or export") -> Iterator[
 
 
 def _tensors(parameter: Tensor, name: str, files: Mapping[str, Path], options: Model) -> list[str]:
-    """Return the names of a parameter's tensors that this rank needs: of experts, only those in its shard."""
+    """Return the names of a parameter's tensors that this rank needs: one, or one per expert in its shard."""
     names = [name_in(files, each) for each in hf_names(name, options)]
     if is_stacked(name, options):
         return [names[0] + kind for kind in (BLOCKS, SCALES)] if names[0] + BLOCKS in files else names
@@ -239,7 +238,7 @@ def _tensors(parameter: Tensor, name: str, files: Mapping[str, Path], options: M
 
 
 def _check_tied(files: dict[str, Path], embedding: nn.Parameter, options: Model) -> None:
-    """Raise ConfigError if [model] ties embeddings, and the folder's head and embedding differ in this rank's rows."""
+    """Raise ConfigError if embeddings are tied, but the folder's head and embedding differ in this rank's rows."""
     name = name_in(files, hf_name(EMBEDDING, options))
     with open_safetensors(files[name]) as one, open_safetensors(files[OUTPUT_HEAD]) as other:
         tensors, ranges = (one.get_slice(name), other.get_slice(OUTPUT_HEAD)), _ranges(embedding, EMBEDDING, options)
@@ -251,8 +250,8 @@ def _check_tied(files: dict[str, Path], embedding: nn.Parameter, options: Model)
 
 @torch.no_grad()
 def _fill(parameter: Tensor, name: str, files: dict[str, Path], options: Model) -> None:
-    """Copy this rank's shard of tensors into a parameter. Each parameter reopens the files, since an open file keeps in
-    memory all data that was read."""
+    """Copy this rank's shard of tensors into a parameter. Each parameter opens the files again, since an open file
+    keeps all read data in memory."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if local.numel() and is_stacked(name, options):
         with contextlib.ExitStack() as stack:
@@ -273,16 +272,16 @@ def _fill(parameter: Tensor, name: str, files: dict[str, Path], options: Model) 
 
 
 def _finite(numbers: Tensor, tensor: str, file: Path) -> Tensor:
-    """Return the numbers of a tensor in a file. Raises ConfigError if one is NaN or infinite."""
-    if not torch.stack(numbers.aminmax()).isfinite().all():  # aminmax returns NaN if there is one, and copies nothing
+    """Return the numbers of a tensor in a file. Raises ConfigError if a number is NaN or infinite."""
+    if not torch.stack(numbers.aminmax()).isfinite().all():  # aminmax copies nothing and passes NaN on
         problem = f"{file}: {tensor} has a number that is NaN or infinite; expected finite ones"
         raise ConfigError([f"{problem}; download or export the file again, or take another model"])
     return numbers
 
 
 def _ranges(parameter: Tensor, name: str, options: Model) -> list[tuple[slice, Tensor]]:
-    """Return, for the rows and columns of this rank's shard, a slice of the file's tensor that covers them, and their
-    places in the slice, in the parameter's order. For a transposed matrix, columns come first."""
+    """Return, for the rows and for the columns of this rank's shard, a slice of the file's tensor that covers them and
+    their indices in that slice, in the parameter's order. For a transposed matrix, columns come first."""
     dims = range(parameter.dim())[-2:]
     rows = hf_rows(name, local_indices(parameter, dims[0]), options)
     ranges = [cover(rows), *(cover(local_indices(parameter, dim)) for dim in dims[1:])]
@@ -290,7 +289,7 @@ def _ranges(parameter: Tensor, name: str, options: Model) -> list[tuple[slice, T
 
 
 def _read(tensor: Any, ranges: list[tuple[slice, Tensor]]) -> Tensor:
-    """Return a shard of a tensor in a safetensors file; rows that the tensor lacks are the mean of its rows."""
+    """Return a shard of a tensor in a safetensors file; rows that the tensor lacks get the mean of its rows."""
     result, rows = tensor[tuple(covered for covered, _ in ranges)], ranges[0][0]
     if rows.stop > (n := tensor.get_shape()[0]):
         parts = (slice(begin, begin + ROWS_AT_A_TIME) for begin in range(0, n, ROWS_AT_A_TIME))
@@ -304,14 +303,14 @@ def _read(tensor: Any, ranges: list[tuple[slice, Tensor]]) -> Tensor:
 
 
 def local_indices(parameter: Tensor, dim: int) -> Tensor:
-    """Return the indices, in order, of a dimension of the full tensor that are in this rank's shard. DTensor itself
-    shards the indices, so that every placement is supported, private ones included."""
+    """Return the indices, in order, of a dimension of the full tensor that are in this rank's shard. DTensor shards the
+    indices, so that every placement is supported, including torch's private placements."""
     shape = [1] * parameter.dim()
     shape[dim] = parameter.shape[dim]
     indices = torch.arange(shape[dim]).view(shape)
     if isinstance(parameter, DTensor):
-        # Replicate and Partial have no `dim`.
+        # The placements Replicate and Partial have no `dim`.
         placements = [each if getattr(each, "dim", None) == dim else Replicate() for each in parameter.placements]
-        # src_data_rank None: every rank has all indices, so sharding them needs no communication.
+        # With src_data_rank=None nothing is communicated: every rank already has all indices.
         indices = distribute_tensor(indices, parameter.device_mesh, placements, src_data_rank=None).to_local().cpu()
     return indices.flatten()

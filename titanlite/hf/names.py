@@ -1,11 +1,10 @@
-"""The weights' names in this model and in transformers, and the order of their rows in both.
+"""Convert names of weights, and the order of their rows, between this model and transformers.
 
 This model rotates a head's channels 2i and 2i + 1 together, as Meta's checkpoints do; transformers rotates channels i
-and i + R/2 of the R rotated ones. So within each head, row 2i of this model is row i in transformers, and row 2i + 1 is
+and i + R/2 of R rotated channels. So within each head, row 2i of this model is row i in transformers, and row 2i + 1 is
 row i + R/2: in wq and wk, their biases, and the weights of q_norm and k_norm. In DeepSeek and GLM-4, transformers pairs
 neighbouring channels, too, so rows keep their order. In some families, a tensor contains several weights of this model
-(Phi-3, GLM-4, GPT-2), and GPT-2's matrices are transposed.
-"""
+(Phi-3, GLM-4, GPT-2), and GPT-2's matrices are transposed."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,17 +39,17 @@ class Names:
     layer: str = "model.layers"
     ends: dict[str, str] = dataclasses.field(default_factory=dict)
     neighbours: bool = False
-    """Rows 2i and 2i + 1 are rotated together, as in this model."""
+    """Whether rows 2i and 2i + 1 are rotated together, as in this model."""
     transposed: Sequence[str] = ()
     """Modules whose matrices transformers stores as [inputs, outputs]."""
 
 
 NAMES = {model_type: Names(**row) for model_type, row in _TABLES["families"].items()}
-"""Names by model type; further types may have the same names."""
+"""Names by model type, for the model types that differ from MODULES."""
 BALANCE_BIAS = ".router.balance_bias"
 """End of the names of the biases that balance experts, which are buffers in float32."""
 ROTATED = ("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm")
-"""Modules whose rows are channels that the rotary embedding pairs."""
+"""Modules whose rows are channels that are rotated in pairs."""
 OUTPUT_HEAD = "lm_head.weight"
 
 
@@ -67,7 +66,7 @@ def names_of(model: Model) -> Names:
 
 
 def tensor_shapes(model: Model) -> dict[str, torch.Size]:
-    """Return the shapes of the full model's parameters, tied embeddings once, and of experts' balance biases."""
+    """Return the shapes of the full model's parameters (tied embeddings once) and of the experts' balance biases."""
     return {name: tensor.shape for name, tensor in named_weights(build_llama(model, max_seq_len=1)).items()}
 
 
@@ -79,7 +78,7 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _split(name: str) -> tuple[str, str, str]:
-    """Return the layer of a tensor ("" if it is in none), its module in the layer, and its name in the module."""
+    """Split a tensor's name into its layer ("" outside layers), its module in the layer, and its name in the module."""
     module, _, kind = name.rpartition(".")
     if not module.startswith("layers."):
         return "", module, kind
@@ -98,8 +97,8 @@ def hf_name(name: str, model: Model) -> str:
 
 
 def hf_names(name: str, model: Model) -> list[str]:
-    """Return the transformers names of a tensor: one, or one per expert. Of the families with experts, only Mixtral has
-    neither norms of queries and keys nor latent attention nor sigmoid scores."""
+    """Return the names of a tensor in transformers: one, or one per expert. A model with experts is a Mixtral if it has
+    no norms of queries and keys, no latent attention and no sigmoid scores."""
     layer, _, rest = name.removeprefix("layers.").partition(".feed_forward.")
     if rest.startswith(("experts.", "router.")) and model.moe.expert_bias:
         own = stacked_experts.hf_name(rest) if is_stacked(name, model) else f"mlp.{rest}"
@@ -113,7 +112,7 @@ def hf_names(name: str, model: Model) -> list[str]:
 
 
 def is_stacked(name: str, model: Model) -> bool:
-    """Return whether transformers also stacks a tensor's experts: only gpt-oss's, which alone have biases."""
+    """Return whether transformers stacks a tensor's experts, too: only in gpt-oss, whose experts alone have biases."""
     return model.moe.expert_bias and ".experts." in name
 
 
@@ -124,7 +123,7 @@ def is_transposed(name: str, model: Model) -> bool:
 
 
 def rotated_channels(name: str, model: Model) -> int:
-    """Return how many first rows of each head in a weight have another order in transformers; 0: none."""
+    """Return how many of the first rows of each head in a weight are reordered in transformers; 0: none."""
     layer, module, _ = _split(name)
     if model.mla.kv_lora_rank or names_of(model).neighbours or module not in ROTATED:
         return 0
@@ -132,7 +131,7 @@ def rotated_channels(name: str, model: Model) -> int:
 
 
 def _rows(name: str, model: Model) -> slice:
-    """Return which rows of a transformers tensor are this tensor: all, unless the former contains several tensors."""
+    """Return which rows of a transformers tensor belong to this tensor: all, unless it contains several tensors."""
     layer, module, _ = _split(name)
     queries, keys = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
     sizes = dict(zip(_QUERIES_KEYS_VALUES, (queries, keys, keys), strict=True))
@@ -144,7 +143,7 @@ def _rows(name: str, model: Model) -> slice:
 
 
 def hf_rows(name: str, rows: Tensor, model: Model) -> Tensor:
-    """Return the rows of a transformers tensor, before any transposition, that are `rows` of a tensor."""
+    """Return the rows of a transformers tensor, not yet transposed, that are the rows `rows` of this model's tensor."""
     if rotated := rotated_channels(name, model):
         channel = rows % model.head_dim
         there = rows - channel + channel // 2 + channel % 2 * (rotated // 2)
@@ -153,7 +152,7 @@ def hf_rows(name: str, rows: Tensor, model: Model) -> Tensor:
 
 
 def from_hf(name: str, tensor: Tensor, model: Model) -> Tensor:
-    """Return one of this model's full tensors from the transformers tensor that contains it."""
+    """Extract this model's full tensor `name` from the transformers tensor that contains it."""
     if is_stacked(name, model):
         return stacked_experts.from_hf(name, tensor)
     tensor = tensor.T if is_transposed(name, model) else tensor
@@ -177,7 +176,7 @@ def to_hf(names: Sequence[str], tensors: Sequence[Tensor], model: Model) -> Tens
 
 
 def hf_tensors(model: Model, names: Iterable[str]) -> dict[tuple[str, ...], list[str]]:
-    """Return, for each transformers tensor (a layer's expert tensors together), this model's tensors in it."""
+    """Return this model's tensors in each transformers tensor; a layer's expert tensors count as one tensor."""
     found: dict[tuple[str, ...], list[str]] = {}
     for name in names:
         found.setdefault(tuple(hf_names(name, model)), []).append(name)

@@ -1,5 +1,5 @@
 """Export of a checkpoint's LoRA adapters as a folder of Hugging Face's peft: adapter_config.json and
-adapter_model.safetensors. Rows of B have the order of the base's rows in transformers (names.py)."""
+adapter_model.safetensors. Rows of B have the same order as the base weight's rows in transformers (names.py)."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +20,7 @@ from titanlite.hf.names import hf_tensors, is_transposed, tensor_shapes, to_hf
 
 def export_adapters(reader: Any, options: Model, lora: Lora, out: Path, *, base: str, dtype: torch.dtype) -> int:
     """Write adapters and return their number. `base` is the folder of the base weights, `reader` a CheckpointReader.
-    Raises ConfigError if `out` exists, or a transformers tensor contains more than an adapter's base weight."""
+    Raises ConfigError if `out` exists, or a transformers tensor fuses an adapted weight with other weights."""
     shapes, tensors, modules = tensor_shapes(options), dict[str, tuple[str, torch.Size]](), list[str]()
     adapters = adapters_of(reader, lora, shapes)
     there = {name: (names[0], ours) for names, ours in hf_tensors(options, shapes).items() for name in ours}

@@ -1,4 +1,4 @@
-"""The experts of gpt-oss in its files: a tensor stacks all experts of a layer, quantized to MXFP4 in the release.
+"""The experts in gpt-oss's files: a tensor stacks all experts of a layer, quantized to MXFP4 in the released model.
 
     mlp.experts.gate_up_proj       [E, D, 2F]  rows of this model's w1 and w3 in turn, as columns
     mlp.experts.down_proj          [E, F, D]   this model's w2, transposed
@@ -7,8 +7,7 @@
 
 E: experts, D: model width, F: width of an expert. MXFP4 (OCP Microscaling Formats, 1.0) stores two 4-bit numbers in a
 byte, the first in the lower half. Each 32 numbers share a factor, a power of two, stored as its exponent plus 127.
-MXFP4 is dequantized when read, and never written.
-"""
+MXFP4 is dequantized when read, and never written."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -25,7 +24,7 @@ MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def hf_name(name: str) -> str:
-    """Return the name in the file, within a layer, of experts.w1, experts.w1_bias, and so on."""
+    """Return a layer's name in the file for experts.w1, experts.w1_bias, and so on."""
     weight, bias = _split(name)
     return f"mlp.experts.{TENSORS[weight][0]}{bias}"
 
@@ -78,7 +77,7 @@ def read(name: str, slices: Sequence[Any], experts: Tensor, rows: Tensor, column
 
 
 def cover(indices: Tensor) -> tuple[slice, Tensor]:
-    """Return a slice that covers some indices, and the places of the indices in the slice."""
+    """Return a slice that covers some indices, and the positions of these indices within the slice."""
     first, last = map(int, indices.aminmax()) if len(indices) else (0, -1)
     return slice(first, last + 1), indices - first
 

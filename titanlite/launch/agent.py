@@ -1,6 +1,6 @@
 """Runs the ranks of this node with torchrun's elastic agent, inside the launcher's process. Unlike torchrun, the
-launcher exits with the ranks' status, reports a rank that a signal killed on all nodes, does not restart a wrong
-config, and ends soon after its ranks, even if another node no longer answers."""
+launcher exits with the ranks' status, tells all nodes which rank a signal killed, does not restart after a wrong
+config, and ends soon after its ranks, even if another node does not answer."""
 
 import contextlib
 import json
@@ -29,11 +29,11 @@ from titanlite.launch.process import print_to_console
 from titanlite.launch.progress import progress
 
 SECONDS_AFTER_A_FAILURE = RECORD_SECONDS + 2
-"""Seconds in which this node's ranks must end by themselves after one has failed; then they are killed."""
+"""Seconds in which ranks of this node must end by themselves after a failure of any rank, before they are killed."""
 SECONDS_AFTER_THE_END = 30.0
 """Seconds for which the launcher waits for other nodes after its own ranks have finished."""
 SECONDS_TO_SAVE = 600
-"""Seconds in which ranks must save a checkpoint when nodes join, before all ranks are started anew."""
+"""Seconds that ranks have to save a checkpoint when nodes join, before all ranks are restarted."""
 
 
 class NewStores:
@@ -76,13 +76,13 @@ class NoRestartError(Exception):
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent of one node, which overrides _monitor_workers, torch's method for extending agents."""
+    """torchrun's agent for one node; it overrides _monitor_workers, which torch intends for extensions."""
 
     signals: LauncherSignals
     restarts = 0
-    """How often all ranks have been started anew after a failure."""
+    """How often all ranks have been restarted after a failure."""
     statuses: Mapping[int, int] = {}
-    """Exit status of each rank that failed first in this attempt; a negative status is a signal."""
+    """Exit status by rank, of the ranks that failed first in this attempt; a negative status is a signal's number."""
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         pids = {worker.global_rank: worker.id for worker in worker_group.workers}
@@ -93,14 +93,14 @@ class Agent(LocalElasticAgent):
             failed = {rank: status for rank, pid in pids.items() if (status := status_of(pid))}
             send((pid for pid in pids.values() if status_of(pid) is None), signal.SIGKILL)
         result = super()._monitor_workers(worker_group)
-        if not failed:  # torch's agent may know failures that status_of missed
+        if not failed:  # status_of may have missed a failure that torch's agent knows
             failed = {rank: failure.exitcode for rank, failure in result.failures.items()}
             messages = [self._record(*each) for each in failed.items()]
         for message in filter(None, messages):
             print_to_console(message)
         self.statuses = failed
         if failed and ({2, process.STOPPED} & {*failed.values()} or self.signals.stopping):
-            raise NoRestartError  # ranks restarted after a wrong config or a stop would end again
+            raise NoRestartError  # restarting would not help after a wrong config or a stop
         if result.is_failed() and self.restarts < worker_group.spec.max_restarts:
             self.restarts += 1
             print_to_console(f"restart {self.restarts} of {worker_group.spec.max_restarts}")
@@ -111,8 +111,8 @@ class Agent(LocalElasticAgent):
         return ranks_store(group.master_addr, group.master_port, timeout_seconds=3)
 
     def _record(self, rank: int, status: int) -> str:
-        """Record the failure of a rank that could not record it itself, so that all ranks end. Return a message to
-        print later; "" if the rank was to stop, or another rank failed first."""
+        """Record the failure of a rank that a signal killed, for example, so that all ranks end. Return a message to
+        print later; "" if the rank was asked to stop, or another rank failed first."""
         is_alone = self.get_worker_group().workers[0].world_size == 1
         if status == 2 or (status == 1 and (self.signals.stopping or is_alone)):
             return ""
@@ -140,9 +140,9 @@ def run_ranks(
     find each other. After a failure, restart all ranks up to max_restarts times. Only the main thread may call this."""
     os.environ.update(environment)
     if "LOGLEVEL" not in os.environ:
-        logging.disable(logging.ERROR)  # silence torch's reports: this module has its own
+        logging.disable(logging.ERROR)  # silence torch's reports: this module prints its own
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # LauncherSignals passes other signals on to the ranks
-    signal.pthread_sigmask(signal.SIG_BLOCK, process.SIGNALS)  # blocked in each rank until its signal handlers exist
+    signal.pthread_sigmask(signal.SIG_BLOCK, process.SIGNALS)  # blocked in each rank until signal handlers exist
     parameters, local_address = rendezvous(environment)
     store, place = NewStores(parameters, local_address), {"local_world_size": ranks, "local_addr": local_address}
     program = {"entrypoint": command[0], "args": tuple(command[1:])}
@@ -158,15 +158,15 @@ def run_ranks(
             print_to_console(f"error: the launch failed: {error}".replace("\n", " "))
             return 0 if signals.stopping else 1
     finished.set()
-    with contextlib.suppress(Exception):  # another node may have closed the store, or be gone
+    with contextlib.suppress(Exception):  # another node may have closed the store or have ended
         store.shutdown()
     return exit_status(agent.statuses.values(), signals)
 
 
 def rendezvous(environment: Mapping[str, str]) -> tuple[RendezvousParameters, str]:
-    """Return torchrun's rendezvous and this node's address. Raises ConfigError if MASTER_ADDR stays unknown."""
+    """Return torchrun's rendezvous and this node's address. Raises ConfigError if MASTER_ADDR cannot be resolved."""
     least, _, most = (environment.get("NNODES") or "1").partition(":")
-    if (most or least) == "1":  # without localhost, torch asks DNS for the node's own name
+    if (most or least) == "1":  # torch asks DNS for the node's name unless the address is localhost
         address = "localhost"
         return RendezvousParameters("c10d", f"{address}:0", uuid.uuid4().hex, 1, 1, address, is_host=True), address
     first, port = environment["MASTER_ADDR"], int(environment.get("MASTER_PORT") or 29500)
@@ -196,7 +196,7 @@ def _address_towards(host: str, port: int, seconds: float = 60.0) -> str:
 
 
 def _watch(agent: Agent, signals: LauncherSignals, finished: threading.Event) -> None:
-    """Pass a stop signal on to ranks that start later. End the launcher if it waits in vain after its ranks' end."""
+    """Pass a stop signal on to ranks that start later. End the launcher if other nodes do not end after its ranks."""
     ended_since = None
     while not finished.wait(0.2):
         signals.pass_on()
@@ -213,10 +213,10 @@ def _watch(agent: Agent, signals: LauncherSignals, finished: threading.Event) ->
 
 
 def _kill_stopped_ranks(agent: Agent, finished: threading.Event) -> None:
-    """Kill this node's ranks that outlive a recorded failure, in a thread, since the store may not answer."""
+    """Kill this node's ranks that outlive a recorded failure. Runs in a thread, since the store may not answer."""
     port, store = None, None
     while not finished.wait(2):
-        with contextlib.suppress(Exception):  # there is no store yet, or no longer
+        with contextlib.suppress(Exception):  # the store may not exist yet, or no longer
             ranks = children(os.getpid())
             if port != agent.get_worker_group().master_port:  # each attempt has its own store
                 port, store = agent.get_worker_group().master_port, agent.ranks_store()
@@ -225,7 +225,7 @@ def _kill_stopped_ranks(agent: Agent, finished: threading.Event) -> None:
 
 
 def status_of(pid: int) -> int | None:
-    """Return a child process's exit status without reaping it; 0 if already reaped, None if running or unknown."""
+    """Return a child process's exit status without reaping the process; 0: already reaped; None: running or unknown."""
     if not hasattr(os, "waitid"):  # macOS lacks waitid
         return None
     try:

@@ -1,4 +1,4 @@
-"""The config that a launcher has checked, for its ranks, also if the config's file changes before a restart."""
+"""Pass the config that a launcher has checked to its ranks, which ignore later changes of the config's file."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from titanlite.config.own import take_own
 from titanlite.launch.process import at_exit
 
 CHECKED_CONFIG = "TITANLITE_CONFIG"
-"""Environment variable: the file with the config that the launcher has checked."""
+"""Environment variable for the file with the config that the launcher has checked."""
 
 
 def write_for_ranks(loaded: LoadedConfig, folder: Path) -> str:

@@ -68,7 +68,7 @@ def main() -> None:
         problem = "" if isinstance(error, BrokenPipeError) else what if status == 2 else f"titanlite {name}: {what}"
     if problem:
         print(f"error: {problem}", file=sys.stderr)
-    exit_process(status)  # a normal exit waits for threads, which could change the status
+    exit_process(status)  # a normal exit would wait for threads, which could change the status
 
 
 def run(name: str, arguments: list[str]) -> int:
@@ -95,7 +95,7 @@ def run_command(name: str, arguments: list[str]) -> int:
         if name not in COMMANDS:
             hint = did_you_mean(name, COMMANDS) or f"; expected one of {', '.join(COMMANDS)}"
             raise ConfigError([f"titanlite {name}: unknown command{hint}"])
-        module, _ = COMMANDS[name]  # imported here, so that a command does not import other commands' modules
+        module, _ = COMMANDS[name]  # imported here: no command needs another command's module
         return importlib.import_module(module).main(arguments)
     except ConfigError as error:
         if name not in ("generate", "eval") or os.environ.get("LOCAL_RANK", "0") == "0":  # rank 0 prints for all ranks

@@ -13,9 +13,9 @@ from titanlite.launch import process
 from titanlite.launch.process_table import machine
 
 BACKSTOP_SECONDS = 15
-"""Seconds by which the timeouts of process groups exceed the watchdog's, so that the watchdog names the rank first."""
+"""Seconds by which process groups' timeouts exceed the watchdog's timeout, so that the watchdog reports first."""
 LOST_CONNECTION = re.compile(r"closed by peer|[Cc]onnection [a-z]+|Broken pipe|[Tt]imed out|[Tt]imeout|ncclRemoteError")
-"""Matches messages of errors of gloo, NCCL and torch's store whose cause is another rank."""
+"""Matches messages of gloo, NCCL and torch's store about errors that another rank has caused."""
 RECORD_SECONDS = 5.0
 """Seconds for which a rank that has lost a connection waits for another rank to record the cause."""
 
@@ -40,7 +40,7 @@ class OneRank:
 
 def fail(error: Exception, rank: OneRank | None) -> None:
     """End this process because of an error, which is printed in one line if it is a ConfigError or TrainingError.
-    Before there is a `rank`, only the first rank of a node prints a ConfigError, which all ranks find."""
+    Without `rank` (during startup), all ranks find the same ConfigError, so only the first rank of a node prints it."""
     status = 2 if isinstance(error, ConfigError) else 1
     lost_connection = isinstance(error, RuntimeError) and bool(LOST_CONNECTION.search(f"{error}"))
     where = f"rank {rank.launch.rank} on {socket.gethostname()}" if rank else "a rank"
@@ -63,7 +63,7 @@ def fail(error: Exception, rank: OneRank | None) -> None:
 
 
 def failure(rank: int, message: str, status: int = 1) -> dict[str, Any]:
-    """Return the record of a rank's failure, with which all ranks end; an empty message is not printed."""
+    """Return the record of a rank's failure, which ends all ranks; an empty message is not printed."""
     return {"rank": rank, "machine": machine(), "status": status, "message": message, "kind": "error"}
 
 
@@ -73,6 +73,6 @@ def ranks_store(address: str, port: int | str, timeout_seconds: float) -> Any:
 
     timeout = timedelta(seconds=timeout_seconds)
     store = dist.TCPStore(address, int(port), is_master=False, timeout=timeout, wait_for_workers=False)
-    # The launcher's agent has a new store for each attempt; torchrun's agent keeps one store over restarts.
+    # The launcher's agent makes a new store for each attempt; torchrun's agent keeps its store after a restart.
     attempt = "0" if process.STARTED_BY in os.environ else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"titanlite/{attempt}", store)

@@ -1,8 +1,6 @@
-"""A lock on a folder, for one process of all nodes that share the folder: a file that names the lock's holder.
-
-On the holder's own node, the process table tells whether the holder is alive. On other nodes, only a heartbeat tells: a
-counter in the lock file. A waiting process compares counters, not clocks, which differ between nodes.
-"""
+"""A lock on a folder that only one process on all nodes can hold: a file that names the lock's holder. On the holder's
+own node, the process table tells whether the holder is alive. On other nodes, only a heartbeat tells: a counter in the
+lock file. A waiting process compares counters, not clocks, which differ between nodes."""
 
 import contextlib
 import dataclasses
@@ -42,7 +40,7 @@ class Holder(Record):
     beat: Annotated[str, Field(pattern=r"^[0-9]{12}$")]  # the first key, so that `beat` has a fixed place in the file
     node: Name
     machine: Name
-    """Name of a kernel since its start, and of a process table, within which process IDs can be compared."""
+    """Name of a booted kernel and of a process table, within which process IDs can be compared."""
     pid: Annotated[int, Field(ge=1, le=2**31 - 1)]
     start_time: Name
     """Start time of the process, since a later process may have the same ID."""
@@ -72,7 +70,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _parse(content: bytes | None) -> Holder | None:
-    """Return the holder that a lock file names; None for no file, or a damaged one or another version's."""
+    """Return the holder that a lock file names; None if there is no file, or it is damaged or from another version."""
     try:
         return Holder.model_validate_json(content or b"")
     except ValidationError:
@@ -91,13 +89,13 @@ class FolderLock:
     """The folder to lock, which `acquire` creates if it does not exist."""
     name: str
     purpose: str
-    """The beginning of messages, as in 'job.dump_folder = "outputs"'."""
+    """The beginning of messages, such as 'job.dump_folder = "outputs"'."""
     advice: str
     """The end of the message about a folder in use: what to do."""
     lost: Callable[[str], None]
     """Called with a message, in the heartbeat's thread, if another process took over the lock."""
     take_over: bool = True
-    """Whether to take over locks of other nodes without heartbeat; dead locks of this node are always taken."""
+    """Whether to take over other nodes' locks without heartbeat; dead locks of this node are always taken over."""
     beat_seconds: float = 5.0
     patience: int = 6
     """Number of heartbeats without which the holder of a lock counts as dead."""
@@ -130,7 +128,7 @@ class FolderLock:
             self._released.set()
             self._thread.join()
             self._thread = None
-            with contextlib.suppress(OSError, ConfigError):  # others take over a lock without a heartbeat
+            with contextlib.suppress(OSError, ConfigError):  # other processes take over a lock that has no heartbeat
                 if _token(found := _read(self.path)) == self.token:
                     self._withdraw(found)
 
@@ -138,8 +136,8 @@ class FolderLock:
         return _token(_read(self.path)) == self.token
 
     def _is_settled(self) -> bool:
-        """Return whether this process still holds the lock after a moment, in which another process may rename its lock
-        (_withdraw), and a third process may create another one."""
+        """Wait a moment, and return whether this process still holds the lock: another process may meanwhile have
+        renamed the lock file (_withdraw), and a third may have created a new one."""
         time.sleep(min(self.beat_seconds / 2, 0.1))
         return self.is_held()
 
@@ -167,8 +165,8 @@ class FolderLock:
         return True
 
     def _withdraw(self, found: bytes | None) -> None:
-        """Remove the lock file if its content is still `found`. Rename it first: of two processes that remove the same
-        dead lock, the later one must not remove the new lock of the earlier one."""
+        """Remove the lock file if its content is still `found`. Rename it first: if two processes remove the same dead
+        lock, the later process must not remove the earlier one's new lock."""
         aside = self.path.with_name(f"{self.path.name}.{self.token}.old")
         with contextlib.suppress(FileNotFoundError):
             os.rename(self.path, aside)
@@ -198,8 +196,8 @@ class FolderLock:
         return True
 
     def _watch(self, found: bytes, who: str) -> bytes | None:
-        """Return the lock file's content once it differs from `found`, or `found` if it stays. Count reads, not time,
-        since the holder may be suspended together with this process."""
+        """Return the lock file's content once it differs from `found`, or `found` if it does not change. Count reads,
+        not time: the holder may have been suspended together with this process."""
         looks_per_beat = 10
         with progress(f"{self.purpose}: waiting for a heartbeat of {who}"):
             for _ in range(looks_per_beat * self.patience):
@@ -210,15 +208,14 @@ class FolderLock:
 
     def _keep_beating(self) -> None:
         while not self._released.wait(self.beat_seconds):
-            # A short failure of the file system is harmless, since other processes take the lock over only after a long
-            # one.
+            # A short failure of the file system is harmless: other processes take over a lock only after a long one.
             with contextlib.suppress(OSError, ConfigError):
                 if winner := self._beat():
                     self.lost(f"{self.purpose}: the lock {self.path} was taken over by {winner}")
                     return
 
     def _beat(self) -> Holder | None:
-        """Increase the lock file's counter, or restore a damaged file. Return a process that took the lock over."""
+        """Increase the lock file's counter, or restore a damaged file. Return the lock's new holder, if any."""
         self._beats += 1
         found = _read(self.path)
         holder = _parse(found)

@@ -10,8 +10,7 @@ Environment:
     NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, JOB_ID   for a multi-node run; run the command on each node.
                     NNODES=MIN:MAX starts, and restarts, with as many nodes as there are
 
-The config is checked once, here, before any rank starts: a mistake is one line, not a traceback of every rank.
-"""
+The config is checked once, here, before any rank starts: a mistake is one line, not a traceback of every rank."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ from titanlite.launch.other_processes import listen_as_launcher
 from titanlite.launch.process import ENDS_WITH_STDIN, LOG_FOLDER, STARTED_BY, available_cores
 
 BYTES_PER_PARAMETER = 6
-"""Least persistent memory per parameter, in bytes: weight, exp_avg and exp_avg_sq in bfloat16."""
+"""Fewest bytes of persistent memory per parameter: weight, exp_avg and exp_avg_sq in bfloat16."""
 VARIABLES = {
     "NNODES": ("[1-9][0-9]{0,8}(:[1-9][0-9]{0,8})?", "an integer >= 1"),
     "LOG_RANK": ("[0-9]{1,9}(,[0-9]{1,9})*", "ranks of this node, as in 0,1"),
@@ -46,7 +45,7 @@ VARIABLES = {
     "MASTER_ADDR": (r"[\w.-]+|[0-9a-fA-F:.]+(%\w+)?", "the name of a node, or its IP address"),
     "JOB_ID": ("[^\0-\x1f\x7f\ud800-\udfff]+", "text without control characters"),
 }
-"""Pattern of each environment variable with text, and a description of the pattern for messages."""
+"""Environment variables whose value is text: the value's pattern, and a description of the pattern for messages."""
 
 
 def ranks_wanted(loaded: LoadedConfig[Config], environment: Mapping[str, str], n_devices: int) -> int:
@@ -93,7 +92,7 @@ def check_folders(loaded: LoadedConfig[Config]) -> None:
 
 
 def load_and_check(argv: list[str], use: Callable[[LoadedConfig[Config]], Any]) -> LoadedConfig[Config]:
-    """Load a config. Raises ConfigError with the problems of options, of folders, and of `use` of right options."""
+    """Load a config. Raises ConfigError with all problems of options, of folders and from `use`."""
     problems, checks, (own, options) = list[str](), [use, check_folders], take_own(argv)
     try:
         loaded = load(options, own)
@@ -104,7 +103,7 @@ def load_and_check(argv: list[str], use: Callable[[LoadedConfig[Config]], Any]) 
 
 
 def count_devices() -> int:
-    """Return the number of this node's accelerators; torch, which is slow, is imported only if there is a driver."""
+    """Return the number of this node's accelerators; torch, a slow import, is imported only if there is a driver."""
     if not shutil.which("nvidia-smi") and not Path("/dev/kfd").exists():
         return 0
     import torch
@@ -141,7 +140,7 @@ def require_place(environment: Mapping[str, str], ranks: int = 1) -> None:
         count(environment, "MASTER_PORT", 1, 65535)
         count(environment, "NODE_RANK", 0, nodes - 1)
     first = min(text_of(environment, "LOG_RANK", "0").split(","), key=int)
-    count({"LOG_RANK": first}, "LOG_RANK", 0, ranks - 1)  # the highest number of a rank
+    count({"LOG_RANK": first}, "LOG_RANK", 0, ranks - 1)  # a rank's number is at most ranks - 1
 
 
 def launch_variables(loaded: LoadedConfig[Config]) -> dict[str, str]:
@@ -178,7 +177,7 @@ def main(argv: list[str]) -> int:
 
 
 def run_on_ranks(ranks: int, arguments: list[str]) -> int:
-    """Run `titanlite` with torchrun on ranks of this node, which end with this process, and return the status."""
+    """Run `titanlite` with torchrun on this node and return its status. The ranks end when this process ends."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
     command += [f"--nproc-per-node={ranks}", "-m", "titanlite", *arguments]
     environment = {**environment_of_ranks(ranks), ENDS_WITH_STDIN: "1"}

@@ -34,7 +34,7 @@ class LauncherSignals(Signals):
         self.pass_on()
 
     def pass_on(self) -> None:
-        """If the launcher is to stop, send SIGTERM to ranks that have had no signal, on each periodic call."""
+        """Called periodically: if the launcher is to stop, send SIGTERM to ranks that have received no signal yet."""
         self.ranks_exist = self.ranks_exist or bool(children(os.getpid()))
         if self.stopping:
             ranks = set(children(os.getpid())) - self._stopped
@@ -64,7 +64,7 @@ def children(process: int) -> list[int]:
         return [child for child, parent in pairs if parent == process and child != ps.pid]
     pids: list[int] = []
     for file in Path(f"/proc/{process}/task").glob("*/children"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread, or the process, has just ended
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread or the process has just ended
             pids += map(int, file.read_text().split())
     return pids
 

@@ -4,8 +4,7 @@
     SIGINT             the same; a second one ends the process at once, with 1
     SIGUSR1            save a checkpoint after this step, and continue
 
-Before there is anything to save, SIGTERM, SIGHUP and SIGINT end the process at once, with 0.
-"""
+Before there is anything to save, SIGTERM, SIGHUP and SIGINT end the process at once, with 0."""
 
 import contextlib
 import ctypes
@@ -28,11 +27,11 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 STARTED_BY = "TITANLITE_LAUNCHER"
 """Environment variable: the process ID of the launcher that started a rank."""
 ENDS_WITH_STDIN = "TITANLITE_ENDS_WITH_STDIN"
-"""Environment variable: set for the ranks of a command, which end when the command does and closes their input."""
+"""Environment variable of a command's ranks: a rank ends when its standard input closes, as the command ends."""
 STOPPED = 128 + signal.SIGTERM
 """Exit status of a rank that was asked to stop before it had anything to save."""
 SECONDS_OF_A_STALL = 10
-"""Seconds to wait for a stalled terminal or pipe, as after Ctrl-S: fewer than until a rank counts as hanging."""
+"""Seconds to wait for a stalled terminal or pipe (Ctrl-S), less than the time after which a rank counts as hanging."""
 LOG_FOLDER = "TITANLITE_LOG_FOLDER"
 """Environment variable: the folder of the ranks' logs. Ranks that LOG_RANK names write to the console, too."""
 
@@ -80,7 +79,7 @@ class Signals:
             self.saves += 1
             return
         if number == signal.SIGINT:
-            # A scheduler's SIGINT to all processes comes twice, from the scheduler and from the launcher.
+            # A scheduler's SIGINT to all processes reaches a rank twice: from the scheduler and from the launcher.
             self._interrupts += time.monotonic() - self._interrupted > 0.5
             self._interrupted = time.monotonic()
         if self._interrupts > 1:
@@ -108,7 +107,7 @@ _ending = threading.RLock()
 
 
 def begin_to_end() -> None:
-    """Let one thread at a time end the process; begin_to_end never returns in other threads."""
+    """Let one thread end the process: in all other threads, begin_to_end never returns."""
     if not _ending.acquire(blocking=False):
         threading.Event().wait()
 
@@ -135,7 +134,7 @@ signals = Signals()
 console = 2
 """File descriptor of the user's console, the launcher's standard error, also in a rank whose lines are hidden."""
 log = 2
-"""File descriptor of this rank's log file; 2 if standard error is the log file, or without a log file."""
+"""File descriptor of this rank's log file; 2 if standard error is the log file, or if there is no log file."""
 
 
 def prepare(*, is_command: bool) -> None:
@@ -167,7 +166,7 @@ def start_rank() -> None:
         return
     prepare(is_command=False)
     signals.listen(signals.received_by_rank)
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is torchrun, not a shell, which could end earlier
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is torchrun; another parent, such as a shell, may end early
         _end_with_parent()
     if folder := os.environ.get(LOG_FOLDER):
         keep_log(folder)
@@ -175,7 +174,7 @@ def start_rank() -> None:
 
 
 def retain_freed_memory() -> None:
-    """Let glibc keep freed memory for the next step: the kernel would map and clear returned pages anew."""
+    """Let glibc keep freed memory for the next step: mapping and clearing new pages would take time."""
     with contextlib.suppress(AttributeError, OSError):
         for parameter in (-3, -1):  # malloc.h: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
             ctypes.CDLL(None).mallopt(parameter, 2**31 - 1)
@@ -192,7 +191,7 @@ def end_after(wait: Callable[[], object], name: str, status: int = -signal.SIGKI
 
 
 def _end_with_parent() -> None:
-    """Kill this process when its parent, the launcher, ends: by prctl(2) on Linux, else by looking every second."""
+    """Kill this process when its parent, the launcher, ends: by prctl(2) on Linux, elsewhere by checks each second."""
     parent = int(os.environ.get(STARTED_BY) or os.getppid())
 
     def wait() -> None:
@@ -208,7 +207,7 @@ def _end_with_parent() -> None:
 
 
 def keep_log(folder: str) -> None:
-    """Write this rank's output to a file, and to the console only if LOG_RANK names the rank or torchrun started it."""
+    """Write this rank's output to a log file and, if LOG_RANK names the rank or torchrun started it, to the console."""
     global console, log
     if log != 2 or console != 2:
         return
@@ -237,7 +236,7 @@ _stalled: set[int | IO[str]] = set()
 
 
 def takes_text(file: int | IO[str]) -> bool:
-    """Return whether a file takes text now. A stalled terminal or pipe is waited for once, and then loses text."""
+    """Return whether a file accepts text now. Wait once for a stalled terminal or pipe, which then loses text."""
     poll = select.poll()
     with contextlib.suppress(ValueError):  # the stream has no file descriptor
         poll.register(file, select.POLLOUT)
@@ -267,7 +266,7 @@ def print_to_console(text: str, *, hidden: bool = False) -> None:
 
 
 class UnfailingStream:
-    """A stream that writes each line at once, also to the rank's file, and never fails: no console ends a run."""
+    """A stream that writes each line at once, also to the rank's log, and never fails: a lost console ends no run."""
 
     def __init__(self, stream: IO[str]):
         self._stream, self._line = stream, ""
@@ -292,7 +291,7 @@ class UnfailingStream:
 
 
 def exit_process(status: int) -> NoReturn:
-    """End the process without Python's shutdown, in which gloo's threads can abort and so fail a finished run."""
+    """End the process without Python's shutdown, in which an abort of gloo's threads could fail a finished run."""
     begin_to_end()
     clean_up()
     for stream in (sys.stdout, sys.stderr):

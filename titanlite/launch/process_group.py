@@ -27,7 +27,7 @@ def device_of(launch: Launch) -> torch.device:
 
 
 def log_rank0(message: str) -> None:
-    """Print a line on the first rank, or in a process without a process group."""
+    """Print a line on rank 0, or in a process without a process group."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(printable(message, keep="\n\t"), flush=True)
 
@@ -60,16 +60,15 @@ def process_group(
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
             os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", os.path.join(dump_folder, "flight_recorder_rank_"))
-    # gloo connects two ranks of a group when one first sends to the other, and not all pairs of ranks when the group
-    # is created.
+    # Let gloo connect two ranks when one first sends to the other, instead of all pairs when a group is created.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     raise_open_file_limit()
-    # gloo beside NCCL is for tensors in host memory: the data's identity, steps of checkpoints, the last barrier.
+    # In addition to NCCL, gloo serves tensors in host memory: the data's identity, checkpoint steps, the last barrier.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = _backstop(comm.init_timeout_seconds)
     arguments: dict[str, Any] = {}
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    if launch.world_size == 1:  # one rank needs no port
+    if launch.world_size == 1:  # a single rank needs no port
         arguments = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     elif not re.fullmatch(r"[\w.:%-]+:[1-9][0-9]{0,4}", where):  # torchrun has not set the address
         raise ConfigError([f"environment: MASTER_ADDR:MASTER_PORT = {show(where)}: expected the place of rank 0"])
@@ -85,17 +84,15 @@ def process_group(
 
         require_same(options)
     yield
-    # There is a barrier only on success: after an exception the other ranks may never reach it.
+    # The barrier is skipped after an exception, since other ranks may then never reach the barrier.
     dist.barrier()
     dist.destroy_process_group()
 
 
 def set_timeout(device: torch.device, seconds: int) -> None:
-    """Change how long the collectives of all process groups may take.
-
-    Private: torch.distributed.distributed_c10d._world.pg_map has the groups, also those that FSDP makes; before torch
-    2.15, torch.distributed.set_timeout is _set_pg_timeout (tried on 2.11 and 2.13, gloo).
-    """
+    """Change how long the collectives of all process groups may take. Private:
+    torch.distributed.distributed_c10d._world.pg_map lists all groups, FSDP's included; torch.distributed.set_timeout,
+    which before torch 2.15 is named _set_pg_timeout (tried on 2.11 and 2.13, gloo)."""
     if device.type == "cuda":  # on CUDA, running collectives keep the old timeout
         torch.cuda.synchronize()
         dist.barrier()
@@ -109,14 +106,14 @@ def set_group_timeout(group: dist.ProcessGroup, seconds: int) -> None:
 
 
 def _backstop(seconds: int) -> timedelta:
-    """Return the timeout of process groups, longer than the watchdog's, so that the watchdog names the failed rank."""
+    """Return the timeout of process groups, longer than the watchdog's: the watchdog names the failed rank first."""
     return timedelta(seconds=seconds + BACKSTOP_SECONDS)
 
 
 @contextlib.contextmanager
 def compared_over_ranks() -> Iterator[Callable[..., None]]:
     """Yield a function with which all ranks must compare the identities of their data; a difference raises ConfigError.
-    Only the watchdog limits the wait, since nodes may tokenize hours longer than others."""
+    Only the watchdog limits the wait, since tokenizing may take hours longer on some nodes."""
     group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
 
     def compare(*own: str) -> None:

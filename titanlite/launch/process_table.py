@@ -1,4 +1,4 @@
-"""Whether a process exists on this node: an ID and a start time identify a process."""
+"""Find out whether a process, identified by ID and start time, exists on this node."""
 
 import functools
 import os
@@ -11,13 +11,13 @@ from pathlib import Path
 
 @functools.cache
 def machine() -> str:
-    """Return a name of this kernel since its start, and of this process table; each container has its own table."""
+    """Return a name of this booted kernel and of this process table; each container has its own table."""
     if not sys.platform.startswith("linux"):
         return platform.node()
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
-    except OSError:  # a random name equals no other, so that only heartbeats show which processes run
+    except OSError:  # a random name: only heartbeats then show which processes run
         return secrets.token_hex(16)
 
 
@@ -32,7 +32,7 @@ def process_start_time(pid: int) -> str | None:
     except OSError:  # /proc may hide other users' processes (hidepid)
         try:
             os.kill(pid, 0)
-        except OSError as error:  # after any other error, the process exists
+        except OSError as error:  # any other error means that the process exists
             return "" if isinstance(error, ProcessLookupError) else None
         return None
     return "" if fields[0] in "ZX" else fields[19]

@@ -12,7 +12,7 @@ from datetime import timedelta
 from titanlite.config.loader import printable
 
 COMPILES = "forward and backward"
-"""The activity that may take long on all ranks in the first step, since it compiles."""
+"""The activity that compiles in the first step, and may then take long on all ranks."""
 INTERVAL_SECONDS = 10.0
 """Seconds before the first line and between two lines; shorter work prints nothing."""
 
@@ -22,7 +22,7 @@ def progress(
     description: str, *, total: int | None = None, unit: str = "", enabled: bool = True
 ) -> Iterator[Callable[..., None]]:
     """Print the progress of the with block to standard error every 10 seconds, if `enabled`. Yield a function that
-    takes the amount done since its last call, and a text for the line."""
+    takes the amount of work done since its last call, and a text for the line."""
     begin, done, details, finished = time.monotonic(), 0, "", threading.Event()
 
     def advance(amount: int = 1, text: str = "") -> None:
@@ -56,8 +56,8 @@ _seen, _suspended = time.monotonic(), 0.0
 
 
 def now() -> float:
-    """Return seconds on a clock that stands still while the process is suspended, as by SIGSTOP. Calls are at most a
-    second apart otherwise, so a gap of more than 5 s is a suspension."""
+    """Return the time in seconds on a clock that stops while the process is suspended, as by SIGSTOP. `now` is called
+    every second, so a gap of more than 5 s between calls is a suspension."""
     global _seen, _suspended
     seconds = time.monotonic()
     if seconds - _seen > _SUSPENDED_SECONDS:
@@ -73,9 +73,9 @@ class Activity:
     name: str = "starting"
     step: int = 0
     number: int = 0
-    """Number of activities begun before: of two ranks, the one with the smaller number is behind."""
+    """Number of activities that the main thread began before: a rank with a smaller number is behind other ranks."""
     since: float = dataclasses.field(default_factory=now)
-    """Time, by `now`, at which the activity began or last made progress."""
+    """Time on the clock of `now` at which the activity began or last made progress."""
     limited: bool = True
     """Whether the activity counts as a hang if it takes too long."""
 
@@ -85,14 +85,14 @@ class Activity:
 
 current = Activity()
 train_timeout: float | None = None
-"""comm.train_timeout_seconds after the first step; None before."""
+"""comm.train_timeout_seconds; None until the first step is done."""
 _longest: dict[str, float] = {}  # most seconds that each activity has taken, by name
-_longest_at_first: dict[str, float] = {}  # _longest of the first step, which includes compilation
+_longest_at_first: dict[str, float] = {}  # most seconds in the first step, which includes compilation
 
 
 def mark(name: str, step: int | None = None, *, limited: bool = True) -> None:
-    """Record the activity that the main thread begins; without `step`, the last step remains. limited=False: the
-    activity waits for another rank, whose own activity is limited."""
+    """Record the activity that the main thread begins; without `step`, the step's number stays. limited=False: no time
+    limit, since the activity waits for another rank, whose activity has a limit."""
     global current
     begin, last = now(), current
     _longest[last.name] = max(_longest.get(last.name, 0.0), begin - last.since)
@@ -100,13 +100,13 @@ def mark(name: str, step: int | None = None, *, limited: bool = True) -> None:
 
 
 def alive() -> None:
-    """Record progress of the current activity; calls from other threads than the main thread are ignored."""
+    """Record progress of the current activity. Only calls from the main thread have an effect."""
     if threading.current_thread() is threading.main_thread():
         current.since = now()
 
 
 def first_step_done(timeout_seconds: float) -> None:
-    """Record the end of the first step, from which on `timeout_seconds` is the timeout of activities."""
+    """Record the end of the first step; from now on, `timeout_seconds` is the timeout of activities."""
     global train_timeout
     mark("end of the first step")
     train_timeout = timeout_seconds
@@ -115,8 +115,8 @@ def first_step_done(timeout_seconds: float) -> None:
 
 
 def is_over(init_timeout_seconds: float) -> bool:
-    """Return whether the current activity takes longer than its longest time so far plus the timeout. In the first
-    step, and for a new activity, which may compile, the initial timeout applies."""
+    """Return whether the current activity takes longer than its longest time so far plus the timeout; in the first
+    step, and for an activity that is new (it may compile), plus `init_timeout_seconds`."""
     before = _longest.get(current.name, _longest_at_first.get(current.name))
     timeout = init_timeout_seconds if before is None or train_timeout is None else train_timeout
     return current.limited and now() - current.since > timeout + (before or 0.0)

@@ -13,7 +13,7 @@ from titanlite.launch.process import at_exit
 
 
 def folders_of_run(job: Job, checkpoint: Checkpoint, metrics: Metrics, profiling: Profiling) -> dict[str, Path]:
-    """Return the folders that a run writes, by option, except the token cache, which data.token_cache checks itself."""
+    """Return the folders that a run writes, by option, except the token cache, which data/token_cache.py checks."""
     traces, snapshots = profiling.save_traces_folder, profiling.save_memory_snapshot_folder
     folders = {
         "job.dump_folder": (True, ""),
@@ -49,12 +49,12 @@ def check_writable(folders: Mapping[str, Path]) -> None:
 def lock_run(folders: Mapping[str, Path], job: Job, lost: Callable[[str], None]) -> None:
     """Lock each folder against other runs until this process ends. Raises ConfigError if another run holds a lock; if
     another run takes a lock over later, `lost` is called, and this run must stop writing."""
-    options = {folder.resolve(): option for option, folder in reversed(folders.items())}  # the first option of a folder
+    options = {folder.resolve(): option for option, folder in reversed(folders.items())}  # first option of each folder
     locks = []
     for option in reversed(options.values()):
         purpose = f"{option} = {show(str(folders[option]))}"
         advice = f"wait for that run or stop it, or choose another {option}"
         locks.append(FolderLock(folders[option], "run.lock", purpose, advice, lost, job.take_over_lock))
     at_exit.extend(lock.release for lock in locks)
-    with ThreadPoolExecutor(len(locks)) as pool:  # each lock may have to wait for a heartbeat
+    with ThreadPoolExecutor(len(locks)) as pool:  # acquiring a lock may wait for heartbeats
         list(pool.map(FolderLock.acquire, locks))

@@ -1,4 +1,4 @@
-"""Removal of the working directory from Python's path, where a copy.py or random.py would replace Python's."""
+"""Remove the working directory from Python's path: a copy.py or random.py there would replace Python's own module."""
 
 import os
 import sys
@@ -7,13 +7,13 @@ PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def leave_working_directory() -> None:
-    """Remove the working directory, or the script's, from this process's path. Call this before any other import."""
+    """Remove the working directory, or the script's folder, from sys.path. Call this before any other import."""
     if not getattr(sys.flags, "safe_path", False):  # Python 3.11 or newer has this option
         del sys.path[0]
 
 
 def keep_children_safe() -> None:
-    """Let Python processes that this process starts leave out the working directory, and find this titanlite."""
+    """Have child processes ignore Python modules in the working directory, and find this titanlite."""
     specs = (finder.find_spec("titanlite", sys.path[1:]) for finder in sys.meta_path)
     installed = next((spec.origin for spec in specs if spec), "")  # the titanlite that children find without PYTHONPATH
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]

@@ -1,4 +1,4 @@
-"""Checks that all ranks have the same config and code. Each node reads its own files, which may be old copies."""
+"""Check that all ranks have the same config and code: each node reads its own files, which may be old copies."""
 
 import itertools
 import json
@@ -46,7 +46,7 @@ def require_same(options: Mapping[str, Any]) -> None:
 
 
 def name_ranks(ranks: list[int]) -> str:
-    """Return ascending numbers of ranks as text, as in "ranks 0-3, 8"."""
+    """Return ascending rank numbers as text, such as "ranks 0-3, 8"."""
     texts, position = [], itertools.count()
     for _, run in itertools.groupby(ranks, lambda rank: rank - next(position)):
         first, *others = run

@@ -2,9 +2,8 @@
 
 Ranks write heartbeats to the launch's store, without collectives, which may hang. A rank is silent if its neighbour
 sees no new heartbeat for the timeout. A rank hangs if its main thread exceeds the longest time of an activity so far by
-the timeout. The first rank that finds or has a failure records the failure in the store, where all other ranks read it
-within seconds. Keys below titanlite/ATTEMPT/: `end`, the failure; `rank/N`, the heartbeat of rank N; both are JSON.
-"""
+the timeout. The first rank that has or detects a failure records it in the store, where all other ranks read it within
+seconds. Keys below titanlite/ATTEMPT/: `end`, the failure; `rank/N`, the heartbeat of rank N; both are JSON."""
 
 import contextlib
 import faulthandler
@@ -33,7 +32,7 @@ INTERVAL_SECONDS = 1.0
 
 
 class Watchdog(OneRank):
-    """Writes this rank's heartbeats, and watches those of other ranks."""
+    """Writes this rank's heartbeats, and watches other ranks' heartbeats."""
 
     def __init__(self, launch: Launch, comm: Comm, dump_folder: Path):
         super().__init__(launch)
@@ -41,9 +40,9 @@ class Watchdog(OneRank):
         self.machine = machine()
         self.interval = max(INTERVAL_SECONDS, launch.world_size / 1024)
         self._requests: queue.Queue[tuple[dict[str, Any], queue.Queue[dict[str, Any]]]] = queue.Queue()
-        self._answered = progress.now()  # time of the store's last answer
+        self._answered = progress.now()  # time at which the store last answered
         self._finished, self._begun = threading.Event(), False
-        self._looked = -math.inf  # the last time that this rank read all heartbeats
+        self._looked = -math.inf  # time at which this rank last read all heartbeats
         self._store: Any = None
 
     @property
@@ -63,7 +62,7 @@ class Watchdog(OneRank):
             self._finished.set()
 
     def end(self, message: str, status: int, *, lost_connection: bool = False) -> None:
-        """End all ranks after an error; each node prints the first. lost_connection: wait for another rank's error."""
+        """End all ranks after an error; each node prints the first error. lost_connection: wait for another rank's."""
         deadline = time.monotonic() + RECORD_SECONDS
         while lost_connection and self._begun and time.monotonic() < deadline:
             time.sleep(0.1)  # _beat ends this process when it reads a failure
@@ -77,7 +76,7 @@ class Watchdog(OneRank):
         return failure(self.launch.rank, message, status) | more
 
     def _recorded(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Return the first failure of all ranks: `record`, unless the store already has one."""
+        """Record a failure, and return the first of all ranks' failures, which may be another than `record`."""
         if self._begun:
             answer: queue.Queue[dict[str, Any]] = queue.Queue()
             self._requests.put((record, answer))
@@ -113,7 +112,7 @@ class Watchdog(OneRank):
             _dump_flight_recorder(Path(f"{path}{self.launch.rank}"))
 
     def _beat(self) -> None:
-        """Write heartbeats, read the next rank's, and record failures, in a thread, since the store may be slow."""
+        """Write heartbeats, read the next rank's, and record failures. Runs in a thread: the store may be slow."""
         rank, neighbour = self.launch.rank, (self.launch.rank + 1) % self.launch.world_size
         own, theirs = f"rank/{rank}", f"rank/{neighbour}"
         last_beat, seen, failing_since, numbers = None, 0.0, None, itertools.count()
@@ -156,7 +155,7 @@ class Watchdog(OneRank):
         if not progress.is_over(self.comm.init_timeout_seconds) or now - self._looked < 60:
             return None
         self._looked = now
-        if world_size > 64:  # each second, twice as many ranks read all heartbeats
+        if world_size > 64:  # the number of ranks that read all heartbeats doubles every second
             time.sleep(math.log2(1 + self.launch.rank))
             if self._store.check(["end"]):
                 return None
@@ -175,7 +174,7 @@ class Watchdog(OneRank):
         self._end(self._record(message if self.launch.local_rank == 0 else ""))  # one message per node
 
     def _hang(self, silent: int | None = None) -> dict[str, Any] | None:
-        """Return the record of a hang: a silent rank, or the slowest ranks; None if all ranks may be compiling."""
+        """Return the record of a hang: the rank `silent`, or the slowest ranks; None if all ranks may be compiling."""
         keys, missing = [f"rank/{rank}" for rank in range(self.launch.world_size)], []
         if not self._store.check(keys):
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
@@ -215,10 +214,8 @@ def _where(rank: int, beat: dict[str, Any]) -> str:
 
 
 def _dump_flight_recorder(path: Path) -> None:
-    """Write NCCL's last collectives, as torch does after a timeout of NCCL's own.
-
-    Private: torch._C._distributed_c10d._dump_nccl_trace, in the builds of torch that have NCCL (not tried on a GPU).
-    """
+    """Write NCCL's last collectives, as torch does after a timeout of NCCL's own. Private:
+    torch._C._distributed_c10d._dump_nccl_trace, in the builds of torch that have NCCL (not tried on a GPU)."""
     from torch._C import _distributed_c10d
 
     if dump := getattr(_distributed_c10d, "_dump_nccl_trace", None):

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, ValidationError
 
 from titanlite.config.loader import ConfigError, Section, did_you_mean, expectation, read_toml, show
 
-Rate = Annotated[float, Field(ge=1e-18, le=1e30)]  # within these bounds, quotients of rates are finite and above 0
+Rate = Annotated[float, Field(ge=1e-18, le=1e30)]  # quotients of rates within these bounds are finite and above 0
 TwoRates = Annotated[list[Rate], Field(min_length=2, max_length=2)]
 ThreeRates = Annotated[list[Rate], Field(min_length=3, max_length=3)]
 FourRates = Annotated[list[Rate], Field(min_length=4, max_length=4)]
@@ -39,7 +39,7 @@ class MeasuredCollective(Section):
     nodes: Annotated[int, Field(ge=1)]
     """Number of nodes of the group's ranks."""
     points: Points
-    """Pairs of bytes of the full tensor and seconds, in ascending order of bytes."""
+    """Pairs (bytes of the full tensor, seconds), by ascending bytes."""
 
 
 class Measured(Section):
@@ -49,22 +49,22 @@ class Measured(Section):
     ranks: Annotated[int, Field(ge=1)]
     """Number of ranks that measured at the same time; on a CPU, ranks share the cores."""
     matmul: dict[Literal["bf16", "fp8", "fp32"], Annotated[list[FourRates], Field(min_length=1)]]
-    """For each dtype, the m, n, k and FLOP/s of matrix products [m, k] x [k, n]."""
+    """For each dtype, a list of (m, n, k, FLOP/s) of matrix products [m, k] x [k, n]."""
     attention: Annotated[list[ThreeRates], Field(min_length=1)]
-    """Tokens of a causal sequence, head_dim, and FLOP/s of the forward of attention."""
+    """A list of (tokens of a causal sequence, head_dim, FLOP/s of attention's forward)."""
     attention_backward: Annotated[list[ThreeRates], Field(min_length=1)]
-    """Tokens of a causal sequence, head_dim, and FLOP/s of the backward of attention."""
+    """A list of (tokens of a causal sequence, head_dim, FLOP/s of attention's backward)."""
     operators: Annotated[dict[str, Points], AfterValidator(_with_mul)]
-    """For each operator, pairs of bytes read and written and seconds, ascending; "mul": operators without a name."""
+    """Pairs (bytes read and written, seconds) by operator, ascending; "mul" stands for operators without an entry."""
     operator_seconds: Rate
     """Seconds that the host takes to dispatch an operator, with autograd and modules."""
     dtensor_seconds: Rate
-    """Seconds that the host takes for an operator on DTensors, besides the operators that this operator dispatches."""
+    """Seconds that the host takes for an operator on DTensors, without the operators on local tensors."""
     slowdown: Annotated[float, Field(ge=0)]
     """The fraction by which a matrix product is slower while a collective runs at the same time."""
     collectives: list[MeasuredCollective]
     spread: dict[str, Annotated[float, Field(ge=0)]]
-    """For each group of times, the fraction by which the plan's estimate may be wrong."""
+    """For each group of times in a plan, the fraction by which the group's estimate may be wrong."""
 
 
 class Device(Section):
@@ -81,7 +81,7 @@ class Device(Section):
     memory_bandwidth: Rate
     """Bandwidth of device memory, bytes/s."""
     interconnect_bandwidth: Rate
-    """Bandwidth to the other devices of the node (NVLink or the like), in one direction, bytes/s."""
+    """Bandwidth to other devices of the same node (such as NVLink), in one direction, bytes/s."""
     network_bandwidth: Rate
     """Bandwidth to other nodes, per device and in one direction, bytes/s."""
     host_bandwidth: Rate = 64e9
@@ -93,15 +93,15 @@ class Device(Section):
     watts: Rate
     """Power at full load, W."""
     devices_per_node: Annotated[int, Field(ge=1)]
-    """Number of devices of a node, if plan.devices_per_node = -1."""
+    """Number of devices of a node; plan.devices_per_node = -1 stands for this number."""
     source: str
     """The data sheet or measurement that the figures are from."""
     name_pattern: str = ""
-    """A part of the name that torch.cuda.get_device_name returns for this device; empty: no such name is known."""
+    """A part of the name that torch.cuda.get_device_name returns for this device; empty: the name is unknown."""
     architecture: Literal["ampere", "hopper", "blackwell", "ada", "cdna3"] = "hopper"
     """The architecture whose efficiencies (tools/plan/efficiency.py) a plan uses for a GPU without `measured`."""
     kind: Literal["gpu", "cpu"] = "gpu"
-    """cpu: operators run on the host, one after the other, not on a device beside the host."""
+    """cpu: the host runs operators synchronously; gpu: a device runs the operators that the host launches."""
     measured: Union[Measured, None] = None
     """Measurements of `titanlite calibrate`; None: the plan uses the data sheet's rates."""
 
@@ -113,7 +113,7 @@ DEVICES = {
 
 
 def find_by_gpu_name(name: str) -> Device | None:
-    """Return the first device whose name_pattern is in `name`, from torch.cuda.get_device_name; None without one."""
+    """Return the first device whose name_pattern is in `name`, from torch.cuda.get_device_name; else None."""
     return next((device for device in DEVICES.values() if device.name_pattern and device.name_pattern in name), None)
 
 

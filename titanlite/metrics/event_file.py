@@ -1,5 +1,5 @@
-"""TensorBoard's event files, written by the thread that trains. The thread of torch's SummaryWriter would end at its
-first error, as on a full disk, and may leave part of a record, at which TensorBoard stops reading."""
+"""TensorBoard's event files, written by the thread that trains. torch's SummaryWriter writes in a thread, which ends at
+its first error, such as a full disk, and may leave part of a record, at which TensorBoard stops reading."""
 
 import io
 import os
@@ -17,8 +17,7 @@ from titanlite.files.appended_file import AppendedFile
 
 
 class EventFile:
-    """Writes the events of one run from `first_step` on into a new file of a folder. From the same step on, TensorBoard
-    hides events of earlier runs in the folder."""
+    """Writes a run's events from `first_step` on into a new file. TensorBoard hides older events of these steps."""
 
     def __init__(self, folder: Path, first_step: int):
         name = f"events.out.tfevents.{time.time_ns() // 10**9:010}.{platform.node()}.{os.getpid()}"
@@ -27,7 +26,7 @@ class EventFile:
         self.begin(first_step)
 
     def begin(self, first_step: int) -> None:
-        """Have TensorBoard hide all earlier events from `first_step` on."""
+        """Have TensorBoard hide all events of `first_step` and later steps that were written before."""
         self._write(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
 
     def _write(self, event: Event) -> None:

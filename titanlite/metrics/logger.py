@@ -28,8 +28,8 @@ VALIDATION_LOSS = "validation_metrics/global_avg_loss"
 
 class PeakFlops:
     """Finds the peak FLOP/s of one GPU, to which model FLOPs utilization (MFU) is relative. For bfloat16 on a GPU of
-    devices.toml, the peak is from the data sheet; otherwise, the fastest of ten matrix products is measured. A CPU has
-    no peak (0), since other work shares its cores. `source` tells in words where `flops` is from."""
+    devices.toml, the peak is from the data sheet; otherwise, the fastest of ten matrix products is measured. On a CPU
+    the peak is 0 (unknown), since other programs share the cores. `source` describes where `flops` is from."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
         self.flops, self.source = 0.0, "none on a CPU"
@@ -53,7 +53,7 @@ class PeakFlops:
 
 def peak_memory(device: torch.device) -> tuple[float, float]:
     """Return this rank's peak memory in GiB since the last call: (in active tensors, reserved by the allocator). On a
-    CPU, both numbers are the peak resident set of the process since its start."""
+    CPU, both are the process's peak resident set since its start."""
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -64,7 +64,7 @@ def peak_memory(device: torch.device) -> tuple[float, float]:
 
 
 class ThroughputMeter:
-    """Measures step time, tokens per second and MFU of one rank, with `tokens_per_step` tokens of each global batch."""
+    """Measures step time, tokens per second and MFU of a rank that trains on `tokens_per_step` tokens per step."""
 
     def __init__(self, device: torch.device, *, tokens_per_step: float, flops_per_token: int, peak: PeakFlops):
         self.device, self.tokens_per_step = device, tokens_per_step
@@ -77,14 +77,14 @@ class ThroughputMeter:
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Count the time of the body of the with statement as data loading."""
+        """Count the time of the with statement's body as data loading."""
         start = time.perf_counter()
         yield
         self._data_seconds += time.perf_counter() - start
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the body of the with statement, such as a validation or a save, out of the step time."""
+        """Exclude the time of the with statement's body, such as a validation or a save, from the step time."""
         start = time.perf_counter()
         yield
         self._start += time.perf_counter() - start
@@ -132,25 +132,23 @@ class Logger:
         """Prepare the files of a run that begins after `last_step`; 0: a new run."""
 
     def log(self, step: int, values: Mapping[str, Any], seconds_per_step: float) -> None:
-        """Write a step's values by tag, if any; nan and inf as null in metrics.jsonl, tensors as histograms."""
+        """Write a step's values by tag. metrics.jsonl stores nan and inf as null; tensors become histograms."""
 
     def log_samples(self, step: int, prompts: Sequence[str], texts: Sequence[str]) -> None:
         """Write prompts and the generated texts that follow them, one line each on the console."""
 
     def remove_after(self, step: int) -> None:
-        """Remove the logged values of all later steps, after the run has returned to the weights of `step`."""
+        """Remove the logged values of all steps after `step`, to whose weights the run has returned."""
 
     def close(self) -> None:
         """Write the records that a full disk has delayed, or print a line if they are lost."""
 
 
 class MetricsLogger(Logger):
-    """Writes rank 0's console lines, metrics.jsonl, TensorBoard and config.toml, whose text is `config`.
-
-    A new run moves the files of an earlier run to previous/DATE. A resumed run removes the values of steps after its
-    checkpoint's. `begin` raises ConfigError if files cannot be changed. Later, if a file cannot be written, as on a
-    full disk, one line is printed to stderr. `steps`: the run's last step.
-    """
+    """Writes rank 0's console lines, metrics.jsonl, TensorBoard and config.toml, whose text is `config`. A new run
+    moves the files of an earlier run to previous/DATE. A resumed run removes the values of steps after its checkpoint.
+    `begin` raises ConfigError if files cannot be changed. Later, if a file cannot be written, as on a full disk, one
+    line is printed to stderr. `steps`: the run's last step."""
 
     def __init__(self, dump_folder: Path, metrics: Metrics, *, steps: int, config: str):
         self.folder, self.metrics, self.steps, self.config = dump_folder, metrics, steps, config
@@ -214,7 +212,7 @@ class MetricsLogger(Logger):
 def _move_to_previous(folder: Path, names: list[str]) -> None:
     previous, moved = folder / "previous" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S.%f"), []
     for path in (folder / name for name in names):
-        is_folder = path.is_dir()  # move only the files of TensorBoard's folder: the folder has this run's lock
+        is_folder = path.is_dir()  # move only files: this run has locked TensorBoard's folder
         files = list(path.glob("events.out.tfevents.*")) if is_folder else [path] if path.exists() else []
         for file in files:
             target = previous / path.resolve().name if is_folder else previous

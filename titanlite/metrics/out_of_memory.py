@@ -19,7 +19,7 @@ OUT_OF_MEMORY = re.compile("out of memory|[Cc]an(no|')t allocate memory|start ne
 
 
 def explain_out_of_memory(error: Exception) -> Exception:
-    """Return an error that tells what uses the memory if `error` is a failed allocation, whose traceback then goes to
+    """If `error` is a failed allocation, return an error that tells what uses the memory, and write the traceback to
     the rank's log file only. Return any other `error` unchanged."""
     is_of_system = isinstance(error, RuntimeError | OSError) and OUT_OF_MEMORY.search(f"{error}")
     if not isinstance(error, MemoryError) and not is_of_system:
@@ -27,7 +27,7 @@ def explain_out_of_memory(error: Exception) -> Exception:
     print_to_console("".join(traceback.format_exception(error)).rstrip(), hidden=True)
     of_host = isinstance(error, MemoryError | OSError) or "DefaultCPUAllocator" in f"{error}"
     device = torch.device("cuda" if torch.cuda.is_initialized() and not of_host else "cpu")
-    gc.unfreeze()  # gc.get_objects does not return frozen objects
+    gc.unfreeze()  # unfreeze first: gc.get_objects omits frozen objects
     optimizers = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
     weights = [weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"]]
     states = [state for optimizer in optimizers for each in optimizer.state.values() for state in each.values()]

@@ -1,4 +1,4 @@
-"""Write Chrome traces and CUDA memory snapshots of a run, the latter also when the run is out of memory."""
+"""Write Chrome traces and CUDA memory snapshots of a run; a snapshot is also written when the run is out of memory."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -46,7 +46,7 @@ def traces(folder: Path, freq: int, rank: int) -> Iterator[StepDone]:
         profiler.step()
 
     schedule = torch.profiler.schedule(wait=freq - 4, warmup=3, active=1)
-    with torch.profiler.profile(schedule=schedule, on_trace_ready=write) as profiler:  # traces the CPU, and CUDA if any
+    with torch.profiler.profile(schedule=schedule, on_trace_ready=write) as profiler:  # profiles the CPU and any GPU
         yield step_done
 
 

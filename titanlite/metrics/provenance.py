@@ -1,4 +1,4 @@
-"""The provenance of a run: the versions, git revision and hardware that one needs to know to repeat the run."""
+"""The provenance of a run: the versions, git revision and hardware that are needed to repeat it."""
 
 import platform
 import subprocess

@@ -17,7 +17,7 @@ def run_summary(
     attention = "12LDT" if model.n_heads * model.head_dim == model.dim else "12LHKT"
     attention = "6LH(K+V)T" if model.mla.kv_lora_rank else attention
     dataset = "own" if config.own.data else "mixture" if training.datasets else training.dataset
-    padding = "; tok/s and MFU count padding, too" * (training.packing == "best_fit")  # other packings do not pad
+    padding = "; tok/s and MFU count padding, too" * (training.packing == "best_fit")  # only best_fit pads sequences
     of_flavor = SIZES.get(model.flavor, model.model_dump())["vocab_size"]
     larger = f" for the tokenizer ({model.flavor}: {of_flavor})" if model.vocab_size > of_flavor else ""
     windows = {layer.sliding_window for layer in model.of_layers()}
@@ -46,13 +46,13 @@ def run_summary(
 
 
 def account(positions: int, masked: int, padding: int, cut: int) -> str:
-    """Return a line about all positions since the first step, as trained on, masked or padding, and documents cut."""
+    """Return a line with the shares of positions trained on, masked and padding, and the number of documents cut."""
     trained = f"account    {positions - masked - padding:,} of {positions:,} positions trained on"
     return f"{trained}, {masked:,} masked, {padding:,} padding; {cut:,} documents cut by the end of a sequence"
 
 
 def family_summary(model: Model) -> str:
-    """Return the options in which a model differs from a plain Llama, with a comma behind each; "" for a Llama."""
+    """Return the options in which a model differs from a plain Llama, each followed by a comma; "" for a Llama."""
     words = [f"head_dim {model.head_dim}"] if model.n_heads * model.head_dim != model.dim else []
     words += [f"{key} {rank}" for key, rank in model.mla if key.endswith("lora_rank") and rank]
     words += [f"attention_bias {model.attention_bias}"] if model.attention_bias != "none" else []
@@ -87,7 +87,7 @@ def bytes_per_state(dtype: str) -> float:
 
 def describe_precision(config: Config) -> str:
     """Return the dtypes of a run, and the bytes of weight, gradient and optimizer states per parameter, over all ranks.
-    With Muon, every parameter counts one state, as matrices have, though embeddings and norms have two."""
+    Under Muon, one state is counted for every parameter, although embeddings and norms have two."""
     training, state_dtype = config.training, config.optimizer.state_dtype.replace("auto", config.training.dtype)
     n_states = 1 if config.optimizer.name == "Muon" else 2
     size = 2 * getattr(torch, training.dtype).itemsize + n_states * bytes_per_state(state_dtype)

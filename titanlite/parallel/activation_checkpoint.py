@@ -1,6 +1,6 @@
-"""Activation checkpointing (AC): save few activations in a block's forward, and recompute the others in its backward
-(arXiv:1604.06174; torch.utils.checkpoint). Losses and gradients stay the same, bit for bit. A block's `forward` is
-replaced, not the block, so that parameters keep their names and FSDP's hooks run only once."""
+"""Activation checkpointing (AC): save few activations in a block's forward, and recompute all others in its backward
+(arXiv:1604.06174; torch.utils.checkpoint). Losses and gradients stay the same, bit for bit. Only a block's `forward` is
+replaced, so that parameters keep their names and FSDP's hooks run only once."""
 
 import functools
 from collections.abc import Callable
@@ -20,8 +20,8 @@ PRODUCTS += [getattr(torch.ops.aten, name).default for name in ("_scaled_mm", "_
 
 
 def _saved_operators(option: str) -> list[Any]:
-    """Return the operators whose results selective AC saves: attention, and under "op" also matrix products, which take
-    D operations per element, and collectives, except all-gathers, whose results are large. Recomputed operators (norms,
+    """Return the operators whose results selective AC saves: attention; under "op" also matrix products, which are slow
+    (D operations per element), and collectives except all-gathers (large results). Recomputed operators (norms,
     SwiGLU's product, casts) read memory once."""
     names = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention", "attention_math")
     saved = [getattr(torch.ops.aten, f"_scaled_dot_product_{name}") for name in names]
@@ -34,7 +34,8 @@ def _saved_operators(option: str) -> list[Any]:
 
 
 def _every_second_mm() -> Any:
-    """Return the two contexts of a block's call that save the results of its first, third, ... matrix product."""
+    """Return the contexts for a block's forward and for recomputing it, which save the results of the first, third, ...
+    matrix product."""
     saved, counts = set(_saved_operators("op")), {False: 0, True: 0}  # matrix products so far, by context.is_recompute
 
     def policy(context: SelectiveCheckpointContext, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
@@ -60,7 +61,7 @@ def apply_activation_checkpoint(model: Llama, activation_checkpoint: ActivationC
         recompute = functools.partial(recompute, context_fn={"every_second_mm": _every_second_mm}.get(option, save))
     for number, block in model.layers.items():
         if by_operator and isinstance(block.feed_forward, RunsUncompiled):
-            # AC wraps each half of the block. Only the first half, `attend`, is compiled, AC included.
+            # AC wraps both halves of the block. Only the first half, `attend`, is compiled, together with its AC.
             block.attend = checkpointed_half(recompute, block.attend)
             block.feed_forward.forward = _checkpointed(recompute, block.feed_forward.forward)
         elif mode == "full" or by_operator or int(number) % option == 0:
@@ -68,7 +69,7 @@ def apply_activation_checkpoint(model: Llama, activation_checkpoint: ActivationC
 
 
 def _checkpointed(recompute: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
-    def checkpointed_forward(*args: Any) -> Any:  # torch.compile needs a plain function, not a partial
+    def checkpointed_forward(*args: Any) -> Any:  # torch.compile needs a plain function
         return recompute(forward, *args)
 
     return checkpointed_forward

@@ -1,12 +1,10 @@
 """Attention backends for ring attention: a forward returns the output and its log-sum-exp, which a backward takes.
-Given the output and log-sum-exp over all keys, a backward over some keys returns these keys' part of the gradients.
+Given the output and log-sum-exp over all keys, a backward over some keys returns these keys' terms of the gradients.
 
 Torch's attention operators are private: only this file calls them, with the schemas of torch 2.11 and 2.13, which
 agree. The three backends for CUDA ran on meta tensors, "flash" on a null CUDA (verification/null_cuda), none on a GPU
-yet. Without dropout, a backward reads no random state: empty tensors take the place of the random state.
-
-Shapes: B batch, T queries, S keys, H query heads, G KV heads, K head_dim.
-"""
+yet. Without dropout, a backward reads no random state, and gets empty tensors in its place.
+Shapes: B batch, T queries, S keys, H query heads, G KV heads, K head_dim."""
 
 import math
 from collections.abc import Callable
@@ -46,7 +44,7 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tenso
 def _flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Grads:
     random, lengths = q.new_empty(0, dtype=torch.uint64), (q.shape[2], k.shape[2])
     lse = lse.contiguous()  # the operator assumes that lse is contiguous
-    unpacked = None, None  # bounds of packed documents: none here
+    unpacked = None, None  # bounds of packed documents, unused here
     backward = aten._scaled_dot_product_flash_attention_backward
     return backward(grad, q, k, v, out, lse, *unpacked, *lengths, 0.0, causal, random, random)
 
@@ -112,7 +110,7 @@ def _math_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
     weights = (_math_scores(q, k, causal) - lse.unflatten(1, (k.shape[1], -1)).unsqueeze(-1)).exp()
     grad = _grouped(grad, k)
     dv = torch.einsum("bgmts,bgmtk->bgsk", weights, grad)
-    # Softmax backward: subtract from each weight's gradient the weighted mean of all gradients, which is grad . out.
+    # The softmax's backward subtracts from each weight's gradient the weighted mean of all gradients: grad . out.
     dweights = torch.einsum("bgmtk,bgsk->bgmts", grad, _precise(v))
     dscores = weights * (dweights - (grad * _grouped(out, k)).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
     dq = torch.einsum("bgmts,bgsk->bgmtk", dscores, _precise(k)).flatten(1, 2)
@@ -147,12 +145,12 @@ def _flash_packed_backward(
 
 
 def _flash_window(window: int) -> dict[str, int]:
-    """Return the window as options of flash attention: how many keys a query sees to its left and to its right."""
+    """Return the options of flash attention for a window: how many keys a query sees to its left and to its right."""
     return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
 
 
 PACKED_ATTENTION: dict[str, PackedAttention] = {"flash": PackedAttention(_flash_packed_forward, _flash_packed_backward)}
-"""Backends with packed attention, by name. Other backends are called for each document and each block of a window."""
+"""Backends with packed attention, by name. Other backends are called once per document and block of a window."""
 ATTENTION_BACKENDS: dict[str, AttentionBackend] = {
     "cpu": AttentionBackend(_cpu_forward, _cpu_backward),
     "flash": AttentionBackend(_flash_forward, _flash_backward),  # float16 and bfloat16 only, K a multiple of 8

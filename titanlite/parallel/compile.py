@@ -1,4 +1,4 @@
-"""torch.compile, applied to each block: since blocks are alike, all of them use the code compiled for the first."""
+"""Apply torch.compile to each block: blocks have the same structure, so the first block's compiled code serves all."""
 
 import functools
 

@@ -38,7 +38,7 @@ def apply_fsdp(model: Llama, layout: Layout, parallelism: Parallelism, training:
             units[-1], mesh_of = [*own, block], mesh_of | own
         else:
             fully_shard(block, **of_block)
-    # The last unit's backward follows its forward at once: to reshard in between would only gather its weights twice.
+    # The last unit's backward follows its forward at once, so resharding in between would gather its weights twice.
     head = [module for module in (model.tok_embeddings if model.tied else None, model.norm, model.output) if module]
     if model.tok_embeddings and not model.tied:
         fully_shard(model.tok_embeddings, **of_block)
@@ -65,9 +65,9 @@ def axes_of(mesh: DeviceMesh, axis: str) -> DeviceMesh:
 
 
 def use_in_place(model: nn.Module, parallelism: Parallelism, training: Training) -> None:
-    """Let fully_shard compute with unsharded weights (one shard) in place, not with copies, if the compute dtype is the
-    weights' dtype; on one rank, gradients are not copied either. Call this before the first forward. fully_shard calls
-    two methods of a local tensor if they exist: `fsdp_pre_all_gather` returns what to gather, here nothing, and
+    """If there is one shard, and compute and weights have the same dtype, let fully_shard use the weights without
+    copies; on one rank, gradients are not copied either. Call this before the first forward. fully_shard calls two
+    methods of a local tensor if they exist: `fsdp_pre_all_gather` returns what to gather, here nothing, and
     `fsdp_post_all_gather` returns the gathered weight. Private: `_local_tensor` (tried on torch 2.11 and 2.13)."""
     if training.mixed_precision_param != training.dtype or training.enable_cpu_offload:
         return
@@ -80,7 +80,7 @@ def use_in_place(model: nn.Module, parallelism: Parallelism, training: Training)
         if is_plain and all(n == 1 for name, n in axes if name.endswith("fsdp")):
             local.fsdp_pre_all_gather = lambda mesh: (nothing, None)
             local.fsdp_post_all_gather = lambda *_, out=None, own=local: (own, ()) if out is None else None
-    # Move gradients only if fully_shard would neither round them to a narrower dtype nor sum them in a wider one.
+    # Gradients are moved without a copy only if fully_shard would neither round them nor sum them in a wider dtype.
     widest = reduce_dtype if parallelism.fsdp_reduce_gradients == "every_accumulation_step" else param_dtype
     if parallelism.world_size == 1 and reduce_dtype == torch.promote_types(param_dtype, widest):
         for module in _units(model):
@@ -111,7 +111,7 @@ def prepare_accumulation_step(model: nn.Module, parallelism: Parallelism, *, las
 
 
 def reshard(model: nn.Module) -> None:
-    """Free all gathered weights after a forward without a backward: `model.parameters()` then returns the shards."""
+    """Free all gathered weights after a forward without backward, so that `model.parameters()` returns shards again."""
     for module in _units(model):
         module.reshard()
 

@@ -1,7 +1,5 @@
 """Logits of single tokens, under any sharding of the vocabulary.
-
-Shapes: B sequences, N tokens, D model width, V vocabulary.
-"""
+Shapes: B sequences, N tokens, D model width, V vocabulary."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,8 +7,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 
 def logits_at(x_ND: Tensor, weight_VD: Tensor, tokens_B: Tensor) -> Tensor:
-    """Return the logits of the tokens with indices `tokens_B`, [B, V] on every rank. Set as the output head's loss,
-    `logits_at` gets the indices as targets, and no logits of other tokens are computed."""
+    """Return the logits of the tokens with indices `tokens_B`, [B, V] on every rank. If `logits_at` is the output
+    head's loss, the indices are passed as targets, and only these tokens' logits are computed."""
     if not isinstance(weight_VD, DTensor):
         return F.linear(x_ND[tokens_B], weight_VD)
     logits = F.linear(x_ND.to_local()[tokens_B], weight_VD.to_local())

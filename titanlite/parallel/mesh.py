@@ -1,4 +1,4 @@
-"""The device mesh of all ranks, of which every parallelism uses one axis."""
+"""The device mesh of all ranks; each parallelism uses one of its axes."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ class Layout:
     ring_group: dist.ProcessGroup | None
     """Ranks that send keys and values around a ring; None: this rank only."""
     ulysses_group: dist.ProcessGroup | None
-    """Ranks that exchange sequence for heads; None: this rank only."""
+    """Ranks that exchange sequence shards for heads; None: this rank only."""
     data_rank: int
     """Data-parallel index of this rank, the same for all context-, tensor- and pipeline-parallel ranks of a model."""
     context_rank: int
@@ -43,10 +43,10 @@ def build_layout(parallelism: Parallelism, device: torch.device) -> Layout:
     return _layout(device.type, (pp, dp_replicate, dp_shard, ring, ulysses, tp), parallelism.expert_parallel_degree)
 
 
-@functools.cache  # a second set of process groups would add threads and connections until the process ends
+@functools.cache  # cached: another set of process groups would add threads and connections
 def _layout(device_type: str, degrees: tuple[int, int, int, int, int, int], ep: int) -> Layout:
     pp, dp_replicate, dp_shard, ring, ulysses, tp = degrees
-    # On CUDA, subgroups use NCCL only. Local synchronization: a rank waits only for the other members of its groups.
+    # On CUDA, subgroups use NCCL only. With local synchronization, a rank waits only for members of its own groups.
     options = {"backend": "nccl" if device_type == "cuda" else None, "use_local_synchronization": True}
     alone = dist.new_group([dist.get_rank()], **options) if math.prod(degrees) > 1 else dist.group.WORLD
 
@@ -64,7 +64,7 @@ def _layout(device_type: str, degrees: tuple[int, int, int, int, int, int], ep: 
     mesh, expert_mesh = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=AXES), None
     if ep > 1:
         ranks = all_ranks.reshape(pp, dp_replicate, -1, ep)
-        # ep needs a group of its own: in the default group, its collectives would wait for FSDP's that are in flight.
+        # ep needs a separate group: in the default group, its collectives would wait for FSDP's collectives in flight.
         groups[2:] = group_along(2, "efsdp", ranks), group_along(3, "ep", ranks, own=True)
         expert_mesh = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=EXPERT_AXES)
     of_ring = group_along(3, "ring", all_ranks, own=True) if ring > 1 else None

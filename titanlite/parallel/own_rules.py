@@ -1,4 +1,4 @@
-"""Interfaces for modules that bring rules of their own to parallelize.py."""
+"""Interfaces of modules that parallelize.py lets shard or compile themselves."""
 
 from typing import Any, Protocol, runtime_checkable
 

@@ -1,4 +1,4 @@
-"""Apply all parallelisms to a model; this file alone states their order."""
+"""Apply all parallelisms to a model, in the one right order."""
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -31,10 +31,9 @@ def parallelize(
     5. FSDP follows, because fully_shard takes the parameters that the other steps have replaced.
     6. Activation checkpointing over groups of blocks comes after FSDP, because it gathers the weights for recomputing.
 
-    Before step 1, the model is split into pipeline stages, and float8 replaces linear layers. The sections are of
-    a resolved config, where attention_backend is "auto" only if torch's attention suffices: without context parallel,
-    document mask, sliding window shorter than the sequence, and sinks.
-    """
+    Before step 1, the model is split into pipeline stages, and float8 replaces linear layers. The sections are of a
+    resolved config, where attention_backend is "auto" only if torch's attention suffices: no context parallel, document
+    mask, sinks or sliding window shorter than a sequence."""
     tensor_mesh = layout.mesh["tp"] if layout.mesh["tp"].size() > 1 else None
     shard_weights(stage, tensor_mesh, layout.expert_mesh["ep"] if layout.expert_mesh else None)
     if training.attention_backend != "auto":

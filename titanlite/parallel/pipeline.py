@@ -1,8 +1,6 @@
 """Pipeline parallel (PP): a schedule of torch.distributed.pipelining runs microbatches through the stages of a model.
-
 Schedules: GPipe (arXiv:1811.06965), 1F1B (PipeDream-flush) and interleaved 1F1B (both arXiv:2104.04473), looped BFS
-(arXiv:2211.05953), interleaved zero bubble and ZBV (arXiv:2401.10241), DualPipeV (after DeepSeek-V3, arXiv:2412.19437).
-"""
+(arXiv:2211.05953), interleaved zero bubble and ZBV (arXiv:2401.10241), DualPipeV (DeepSeek-V3, arXiv:2412.19437)."""
 
 import dataclasses
 
@@ -32,8 +30,8 @@ def pipeline_stage(
     dtype: torch.dtype,
     device: torch.device,
 ) -> PipelineStage:
-    """Return the PipelineStage that torch's schedules need. The keyword arguments are those of PipelineRunner."""
-    # With example inputs and outputs, torch need not run a microbatch to infer shapes and which tensors need gradients.
+    """Return the PipelineStage that torch's schedules need. Keyword arguments: as for PipelineRunner."""
+    # From example inputs and outputs, torch knows shapes and which tensors need gradients without running a microbatch.
     n_tokens = hidden_shape[0] * parallelism.tensor_parallel_degree  # a tp rank sends only its shard of the tokens
     batch_size = parallelism.pipeline_parallel_microbatch_size
     tokens = torch.empty(batch_size, n_tokens // batch_size, dtype=torch.int64, device="meta")
@@ -71,7 +69,7 @@ class PipelineRunner:
         stages = [pipeline_stage(stage, number, self.parallelism, **options) for number, stage in self.stages.items()]
         schedule_class = get_schedule_class(schedule)
         stage_or_stages = stages if issubclass(schedule_class, PipelineScheduleMulti) else stages[0]
-        # scale_grads=False, since `_loss` divides by the global number of tokens, not by the number of microbatches.
+        # scale_grads=False: `_loss` has already divided by the global number of tokens.
         self._schedule = schedule_class(stage_or_stages, self.n_microbatches, loss_fn=self._loss, scale_grads=False)
         self._loss_sum = self._valid = torch.zeros((), dtype=torch.float64, device=self.device)
         open_communicator(self.group, self._loss_sum)
@@ -108,8 +106,8 @@ class PipelineRunner:
     @torch.no_grad()
     def forward(self, batch: Batch) -> Tensor:
         """Return the sum of the token losses as `forward_backward` does, without gradients. Under any schedule, stage s
-        computes microbatch t - s at tick t. A rank batches all messages of a tick: otherwise a message could wait for
-        another, and NCCL would open a communicator for each pair of ranks."""
+        computes microbatch t - s at tick t. A rank sends all messages of a tick as one batch: single messages could
+        wait for each other, and NCCL would open a communicator for each pair of ranks."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         microbatches, n_stages = self._split(batch), self.parallelism.n_stages
         outputs: dict[int, Tensor] = {}  # stage outputs of the previous tick, by the number of the next stage
@@ -132,8 +130,8 @@ class PipelineRunner:
         return loss_sum
 
     def warm_up(self, batch: Batch) -> None:
-        """Compile all stages of this rank on one microbatch, without messages; leave no gradients. Without a warm-up,
-        each stage would compile when its first input arrives, and receives of later stages would time out."""
+        """Compile all stages of this rank on one microbatch, without messages or remaining gradients. Otherwise each
+        stage would compile when its first input arrives, and later stages would time out while they wait."""
         microbatch = self._split(batch)[0]
         for number, stage in self.stages.items():
             for trains in (True, False) if self.validates else (True,):

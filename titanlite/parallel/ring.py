@@ -1,10 +1,8 @@
 """Ring attention (arXiv:2310.01889): ranks keep their queries and send keys and values to the next rank, once per ring
 step, while they attend to the keys that they have. Results over different keys are merged by their log-sum-exp
 (FlashAttention, arXiv:2205.14135). In the backward, keys and values are sent around the ring again, one step ahead of
-their gradients: every rank adds to the gradients, which end at the keys' owner. Without a ring, only step 0 exists.
-
-Shapes: B batch, S tokens of a ring rank, H query heads, G KV heads, K head_dim.
-"""
+their gradients, to which every rank adds and which arrive at the keys' owner. Without a ring, only step 0 exists.
+Shapes: B batch, S tokens of a ring rank, H query heads, G KV heads, K head_dim."""
 
 from collections.abc import Callable, Iterator
 
@@ -15,7 +13,7 @@ from torch import Tensor
 from titanlite.parallel.attention import ATTENTION_BACKENDS, float32_or_better
 from titanlite.parallel.tiles import Tile, chunks_of, ring_steps, tiles_of_step
 
-Group = dist.ProcessGroup | None  # None: the ring is this rank alone
+Group = dist.ProcessGroup | None  # None stands for a ring of this rank alone
 
 
 def ring_forward(
@@ -45,7 +43,7 @@ def ring_backward(
     grad_out, q, k, v, out, lse_BHS = saved
     lse_BSH, dtype = lse_BHS.transpose(1, 2), float32_or_better(q) if ring or window else q.dtype
     dq = dk = dv = None
-    distance = 0  # ring ranks between the owner of the keys and values and this rank
+    distance = 0  # ring steps from the owner of the keys and values to this rank
     for hop, k_step, v_step, tiles in _keys_of_steps(k, v, document_positions, ring, window):
         # Sums of dk and dv arrive from the previous rank while this rank computes its own terms.
         wait = _send_ahead(ring, hop, dk, dv) if hop else None
@@ -76,7 +74,7 @@ def _keys_of_steps(
     k_BSGK: Tensor, v_BSGK: Tensor, document_positions_BS: Tensor | None, ring: Group, window: int
 ) -> Iterator[tuple[int, Tensor, Tensor, Iterator[Tile]]]:
     """Yield, for each ring step, the keys and values of a ring rank, this rank's first, and the tiles to compute. The
-    next keys arrive during a step. The first item of each tuple is the number of ring steps since the last tuple."""
+    next keys arrive during a step. The first item of a tuple is the number of ring steps since the previous tuple."""
     rank, size = (ring.rank(), ring.size()) if ring else (0, 1)
     documents, tokens = chunks_of(document_positions_BS, size), k_BSGK.shape[1]
     kv = torch.stack((k_BSGK, v_BSGK)) if ring else (k_BSGK, v_BSGK)
@@ -89,8 +87,8 @@ def _keys_of_steps(
 
 
 def _send_ahead(ring: dist.ProcessGroup, hop: int, *buffers: Tensor) -> Callable[[], list[Tensor]]:
-    """Start to send buffers to the ring rank `hop` ahead, and to receive from the ring rank `hop` behind. The returned
-    function waits for the received buffers."""
+    """Start to send buffers to the ring rank that is `hop` ranks ahead, and to receive from the rank `hop` ranks
+    behind. The returned function waits for the received buffers."""
     rank, size = ring.rank(), ring.size()
     received = [torch.empty_like(buffer) for buffer in buffers]
     sends = [dist.P2POp(dist.isend, x, group=ring, group_peer=(rank + hop) % size) for x in buffers]
@@ -118,7 +116,7 @@ def _tokens_first(flipped: bool, *tensors: Tensor) -> list[Tensor]:
 def _write(
     total: Tensor | None, index: tuple[slice, slice], value: Tensor, shape: torch.Size, dtype: torch.dtype
 ) -> Tensor:
-    """Return `total` after total[index] = value, for tiles that do not overlap. A full-`shape` tile is not copied."""
+    """Return `total` after total[index] = value. Tiles do not overlap; a tile of the full `shape` is not copied."""
     if value.shape == shape:
         return value.to(dtype).contiguous()
     if total is None:
@@ -128,7 +126,7 @@ def _write(
 
 
 def _merge(out_BSHK: Tensor, lse_BSH: Tensor, tile_out_BSHK: Tensor, tile_lse_BSH: Tensor) -> None:
-    """Add the keys of a tile to an attention output and log-sum-exp over other keys, in place."""
+    """Merge a tile's output and log-sum-exp, in place, into the output and log-sum-exp over other keys."""
     weight = torch.sigmoid(tile_lse_BSH - lse_BSH)  # exp(tile_lse) / (exp(lse) + exp(tile_lse))
     out_BSHK.lerp_(tile_out_BSHK.to(out_BSHK.dtype), weight.unsqueeze(-1))
     lse_BSH.copy_(torch.logaddexp(lse_BSH, tile_lse_BSH))

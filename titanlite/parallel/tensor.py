@@ -2,9 +2,8 @@
 arXiv:1909.08053 and arXiv:2205.05198).
 
 Linear layers that produce heads, feed-forward channels or logits are sharded column-wise; wo and w2, which sum over
-heads or channels, row-wise. In norms and residuals, each rank has a shard of the sequence: an all-gather leads into
-each attention and feed-forward layer, a reduce-scatter leads out, and no two ranks store the same activations.
-"""
+heads or channels, row-wise. In norms and residuals, each rank has a shard of the sequence: an all-gather precedes each
+attention and feed-forward layer, a reduce-scatter follows, and no two ranks store the same activations."""
 
 import functools
 from collections.abc import Callable
@@ -25,14 +24,14 @@ from titanlite.model import Llama
 from titanlite.parallel.own_rules import ShardsWeights
 from titanlite.torch_workarounds import ignore_warnings_of_views, look_up
 
-SEQUENCE = Shard(0)  # placement of an activation [N, D]: a rank has a shard of the tokens
-HEADS = 2  # dimension of the heads in queries and keys [B, T, heads, K]
+SEQUENCE = Shard(0)  # placement of an activation [N, D] whose tokens are sharded
+HEADS = 2  # index of the dimension of heads in [B, T, heads, K]
 FULL = Replicate()
 
 
 class RowsParallel(ParallelStyle):
-    """Shards a module's weight over its first dimension: the vocabulary, or the channels of a norm. The function
-    `forward` computes the output from the module, the mesh and the module's inputs."""
+    """Shards a module's weight over its first dimension: the vocabulary, or the channels of a norm. `forward` computes
+    the module's output from the module, the mesh and the inputs."""
 
     def __init__(self, forward: Callable[..., Tensor]):
         self.forward = forward
@@ -56,13 +55,13 @@ def project(module: nn.Module, mesh: DeviceMesh, x_ND: DTensor, targets_N: Tenso
 # fmt: off
 BLOCK_STYLES: dict[str, ParallelStyle] = {
     "attention_norm":   SequenceParallel(sequence_dim=0),
-    # Inputs are (x, rope, documents): x is gathered; rope and documents are full tensors on every rank.
+    # Of the inputs (x, rope, documents), x is gathered; every rank already has all of rope and documents.
     "attention":        PrepareModuleInput(input_layouts=(SEQUENCE, None, None),
                                            desired_input_layouts=(FULL, None, None)),
     "attention.wq":     ColwiseParallel(),
     "attention.wk":     ColwiseParallel(),
     "attention.wv":     ColwiseParallel(),
-    # Each rank normalizes its shard of the heads, all channels of each head.
+    # Each rank normalizes all channels of each head in its shard.
     "attention.q_norm": SequenceParallel(sequence_dim=HEADS, use_local_output=True),
     "attention.k_norm": SequenceParallel(sequence_dim=HEADS, use_local_output=True),
     "attention.wo":     RowwiseParallel(output_layouts=SEQUENCE),
@@ -84,7 +83,7 @@ ENDS: dict[str, ParallelStyle] = {
 
 
 def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
-    """Shard a model or a pipeline stage over a one-dimensional mesh, in place, except ShardsWeights modules."""
+    """Shard a model or a pipeline stage over a one-dimensional mesh, in place, except its ShardsWeights modules."""
     ignore_warnings_of_views()
     parallelize_module(model, mesh, {name: style for name, style in ENDS.items() if getattr(model, name) is not None})
     for block in model.layers.values():

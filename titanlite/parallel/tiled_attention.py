@@ -1,12 +1,10 @@
 """Attention in tiles: under context parallel (CP), a document mask, a sliding window, or with attention sinks.
 
 Context parallel splits every sequence over ranks, and only attention communicates between the shards of a sequence:
-ring x Ulysses (USP, arXiv:2405.07719). Ulysses ranks exchange sequence for heads (ulysses.py); ring ranks send keys and
-values around a ring (ring.py). Which queries attend to which keys is in tiles.py.
-
+ring x Ulysses (USP, arXiv:2405.07719). Ulysses ranks exchange sequence shards for heads (ulysses.py); ring ranks send
+keys and values around a ring (ring.py). tiles.py determines which queries attend to which keys.
 Shapes: B batch, T tokens of this rank, S tokens of all Ulysses ranks together (two chunks, or one without a ring), H
-query heads, G KV heads, N heads of q, k and v, K head_dim. A tensor with S tokens has only one Ulysses rank's heads.
-"""
+query heads, G KV heads, N heads of q, k and v, K head_dim. A tensor with S tokens has one Ulysses rank's heads."""
 
 from typing import Any
 
@@ -24,9 +22,9 @@ from titanlite.parallel.ulysses import heads_to_sequence, sequence_to_heads
 
 class TiledAttention(nn.Module):
     """Computes model.ScaledDotProductAttention over sequences that tiles.local_positions splits over ranks. The groups
-    are those of mesh.Layout, `backend` is a name in ATTENTION_BACKENDS. With `window` > 0, position t of a sequence
-    attends only to positions t - window + 1 to t of the same document. `sinks`: for each head, the score of one more
-    key with value 0 (techniques/attention_sinks.py)."""
+    are from mesh.Layout, `backend` is a name in ATTENTION_BACKENDS. With `window` > 0, position t of a sequence attends
+    only to positions t - window + 1 to t of the same document. `sinks`: for each head, the score of one more key with
+    value 0 (techniques/attention_sinks.py)."""
 
     def __init__(
         self, ring_group: Group, ulysses_group: Group, backend: str, window: int = 0, sinks: nn.Parameter | None = None
@@ -51,7 +49,7 @@ class TiledAttention(nn.Module):
         if positions is not None and (positions.shape != (batch, sequence) or not positions.is_cpu):
             actual = f"{list(positions.shape)} on {positions.device}"
             raise ValueError(f"document_positions: expected [{batch}, {sequence}] in host memory, got {actual}")
-        window = self.window if self.window < sequence * self.ring_size else 0  # 0: the window hides no key
+        window = self.window if self.window < sequence * self.ring_size else 0  # 0 means that no key is hidden
         rank = _GROUPS[self.ulysses].rank() if self.ulysses else 0
         sinks = None if self.sinks is None else local_shard(self.sinks).chunk(ranks)[rank]
         return _attention(q_BTHK, k_BTGK, v_BTGK, positions, sinks, self.ring, self.ulysses, self.backend, window)[0]
@@ -74,7 +72,7 @@ def _size(group: str) -> int:
 
 
 def _local_heads(q_BTHK: Tensor, k_BTGK: Tensor, ulysses: str) -> list[int]:
-    """Return how many heads of q, k and v a Ulysses rank attends with."""
+    """Return the numbers of heads of q, k and v that a Ulysses rank computes."""
     return [x.shape[2] // _size(ulysses) for x in (q_BTHK, k_BTGK, k_BTGK)]
 
 

@@ -3,8 +3,8 @@
 Zig-zag load balancing: since later queries attend to more keys, the sequence is split into 2 x ring chunks, and ring
 rank r has chunks r and 2 x ring - 1 - r (Llama 3, arXiv:2407.21783, section 3.3.2; ring-flash-attention). Each rank
 then has the same work in each ring step, and only ring step 0 needs a causal mask: later, all queries attend to the
-first chunk of an earlier rank's keys, or the second chunk of queries attends to both chunks of a later rank's keys.
-In this example with two ranks, c is a causal triangle of ring step 0, and 0 or 1 a full block of that ring step:
+first chunk of an earlier rank's keys, or the second chunk of queries attends to both chunks of a later rank's keys. In
+this example with two ranks, c is a causal triangle of ring step 0, and 0 or 1 is a full block in that ring step:
 
                   keys  0 1 2 3    chunk
                         0 1 1 0    of rank
@@ -13,16 +13,14 @@ In this example with two ranks, c is a causal triangle of ring step 0, and 0 or 
              2, rank 1  1 0 c
              3, rank 0  0 1 1 c
 
-Documents need no mask: within a chunk, each document is a causal triangle, and between two chunks, the tokens of the
-one document that both share form a rectangle.
+Documents need no mask: within a chunk, each document is a causal triangle, and between two chunks, the tokens of a
+document that is in both form a rectangle.
 
 A sliding window (Longformer, arXiv:2004.05150; Mistral 7B, arXiv:2310.06825) needs no mask either. A triangle longer
 than the window becomes several triangles of the window's length. Where the window ends within a block of earlier keys,
 queries see a triangle of the opposite kind, which every attention backend can compute: in reverse order of queries and
 keys, this triangle is causal. Keys that no query sees cost nothing, and ring steps without visible keys are skipped.
-
-Shapes: B batch, S tokens of a ring rank (two chunks, or one without a ring).
-"""
+Shapes: B batch, S tokens of a ring rank (two chunks, or one without a ring)."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -51,11 +49,11 @@ class Tile(NamedTuple):
     keys: tuple[slice, slice]
     causal: bool
     flipped: bool = False
-    """Whether the backend gets queries and keys in reverse order: `causal` then hides keys before the query."""
+    """Whether the backend gets queries and keys in reverse order, so that `causal` hides the keys before a query."""
 
     @property
     def on_diagonal(self) -> bool:
-        """Whether queries attend to their own keys. Each query has one tile on the diagonal, computed first."""
+        """Whether queries attend to keys at their own positions. A query's tile on the diagonal is computed first."""
         return self.causal and not self.flipped
 
 
@@ -70,7 +68,7 @@ class Chunk(NamedTuple):
     position: int
     """Position of the chunk's first token in its document."""
     bounds: list[int]
-    """Where documents begin in the chunk, and where the last document of the chunk ends."""
+    """Indices at which documents begin in the chunk, and the end of its last document."""
 
 
 def chunks_of(document_positions_BS: Tensor | None, size: int) -> list[list[Chunk]] | None:
@@ -88,7 +86,7 @@ def chunks_of(document_positions_BS: Tensor | None, size: int) -> list[list[Chun
 
 def ring_steps(tokens: int, size: int, window: int) -> list[int]:
     """Return the ring steps in which a query of any rank sees a key, the same list on every rank. In step s, keys are
-    at least s chunks before the queries on some ranks, and size - s chunks before them on other ranks (zig-zag)."""
+    at least s chunks before the queries on some ranks, and size - s chunks on others (zig-zag)."""
     length, window = tokens // len(chunk_numbers(0, size)), window or tokens * size
     return [step for step in range(size) if step == 0 or (min(step, size - step) - 1) * length + 1 < window]
 
@@ -100,7 +98,7 @@ def tiles_of_step(
     `tokens`: the number of tokens of a ring rank. If rank = source, a query's tile on the diagonal comes first."""
     own, others = chunk_numbers(rank, size), chunk_numbers(source, size)
     length, window = tokens // len(own), window or tokens * size
-    if documents is None and window >= (own[-1] + 1 - others[0]) * length:  # neither documents nor the window hide keys
+    if documents is None and window >= (own[-1] + 1 - others[0]) * length:  # documents and window hide no keys
         queries = slice(None), slice(length if source > rank else 0, tokens)
         keys = slice(None), slice(0, length if source < rank else tokens)
         yield Tile(queries, keys, causal=source == rank)
@@ -117,16 +115,16 @@ def tiles_of_step(
                     yield Tile((b, _slice(queries, i * length)), (b, _slice(keys, j * length + distance)), *kind)
 
 
-_Part = tuple[range, range, bool, bool]  # (queries, keys, causal, flipped); positions count from the queries' chunk
+_Part = tuple[range, range, bool, bool]  # (queries, keys, causal, flipped), positions in the queries' chunk
 
 
 def _band(position: int, bounds: list[int], distance: int, length: int, window: int) -> Iterator[_Part]:
-    """Yield parts that cover what a Chunk's queries see of the keys in the chunk `distance` tokens before."""
+    """Yield parts that cover the keys that a Chunk's queries see in the chunk that begins `distance` tokens before."""
     if distance == 0:
         for begin, end in pairwise(bounds):
             yield from _triangle(begin, end, window)
     elif distance > 0:
-        # Of this chunk's documents, only the first can have begun in the earlier chunk.
+        # Only the first document of this chunk can have begun in the earlier chunk.
         keys = range(max(-position, -distance), length - distance)
         if keys:
             yield from _rectangle(range(bounds[1]), keys, window)
@@ -143,8 +141,8 @@ def _triangle(begin: int, end: int, window: int) -> Iterator[_Part]:
 
 
 def _rectangle(queries: range, keys: range, window: int) -> Iterator[_Part]:
-    """Yield parts that cover what queries see of earlier keys: all keys while the window begins before the keys, then a
-    triangle and all keys to the right of it, and no keys after the window has passed them."""
+    """Yield parts that cover the earlier keys that queries see: all keys as long as a query's window begins before
+    them, then a triangle and all keys to its right, then none."""
     begin = min(max(keys.start + window, queries.start), queries.stop)
     end = max(min(keys.stop + window - 1, queries.stop), begin)
     if begin > queries.start:

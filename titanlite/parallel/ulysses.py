@@ -1,8 +1,6 @@
-"""Ulysses ranks exchange sequence for heads in an all-to-all before attention, and back after it: each rank attends
-with some heads, over the tokens of all Ulysses ranks (DeepSpeed-Ulysses, arXiv:2309.14509).
-
-Shapes: B batch, T tokens of this rank, S tokens of all U Ulysses ranks, N heads in a message, K head_dim.
-"""
+"""Before attention, Ulysses ranks exchange sequence shards for heads by an all-to-all, and after attention heads for
+sequence shards: each rank computes some heads for the tokens of all Ulysses ranks (arXiv:2309.14509). Shapes: B batch,
+T tokens of this rank, S tokens of all U Ulysses ranks, N heads in a message, K head_dim."""
 
 import torch
 import torch.distributed as dist
@@ -10,7 +8,7 @@ from torch import Tensor
 
 
 def sequence_to_heads(tensors: list[Tensor], group: dist.ProcessGroup) -> Tensor:
-    """Turn [B, T, heads, K] tensors into one [B, S, N, K]: this rank's heads of each, for all Ulysses ranks' tokens."""
+    """Turn [B, T, heads, K] tensors into one [B, S, N, K] tensor: this rank's heads, for all Ulysses ranks' tokens."""
     send_UBTNK = torch.cat([x.unflatten(2, (group.size(), -1)).movedim(2, 0) for x in tensors], dim=3)
     return _all_to_all(send_UBTNK, group).movedim(0, 1).flatten(1, 2)
 

@@ -1,1 +1,1 @@
-"""A technique runs only if an option asks for it. No module outside this folder imports a technique at its top."""
+"""Techniques run only if an option asks for them. Modules outside this folder import techniques only in functions."""

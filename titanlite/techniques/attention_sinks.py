@@ -1,10 +1,8 @@
 """Attention sinks (gpt-oss, arXiv:2508.10925; StreamingLLM, arXiv:2309.17453): the softmax of each query head has one
-more key, whose score (the sink) is learned and whose value is 0. A sink lets a head attend to nothing.
+more key, whose score (the sink) is learned and whose value is 0. With a sink, a head can attend to nothing.
 
-SinkAttention computes sinks by their definition. On parallel layouts TiledAttention uses the log-sum-exp instead.
-
-Shapes: B batch, T queries, S keys, H query heads, G KV heads, M = H / G, K head_dim.
-"""
+SinkAttention computes the softmax by this definition. On parallel layouts, TiledAttention uses the log-sum-exp instead.
+Shapes: B batch, T queries, S keys, H query heads, G KV heads, M = H / G, K head_dim."""
 
 import torch
 import torch.nn.functional as F
@@ -25,17 +23,17 @@ class SinkAttention(ScaledDotProductAttention):
         self.sinks = nn.Parameter(torch.empty(model.n_heads))
 
     def forward(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Documents | None = None) -> Tensor:
-        """Return the output [B, T, H, K]. The arguments are those of ScaledDotProductAttention.forward."""
+        """Return the output [B, T, H, K]. Arguments: as for ScaledDotProductAttention.forward."""
         if documents is not None:
-            return super().forward(q_BTHK, k_BTGK, v_BTGK, documents)  # the base class calls forward for each document
+            return super().forward(q_BTHK, k_BTGK, v_BTGK, documents)  # the base class calls forward once per document
         q_BHTK, k_BGTK, v_BGTK = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
         full_TT = q_BHTK.new_ones(q_BHTK.shape[2], q_BHTK.shape[2], dtype=torch.bool)
         mask_TT = full_TT.tril().triu(1 - (self.window or len(full_TT)))
         return self._attend(q_BHTK, k_BGTK, v_BGTK, mask_TT, local_shard(self.sinks)[:, None, None]).transpose(1, 2)
 
     def attend_cached(self, q_BGMK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, *, attn_mask: Tensor) -> Tensor:
-        """Attend from one new token of each sequence, and return [B, G, M, K]. Dimension 2 of `q_BGMK`, where attention
-        has queries, has the M query heads of a KV head. `attn_mask` [B, 1, 1, S] is true for keys to attend to."""
+        """Attend from one new token of each sequence, and return [B, G, M, K]. Dimension 2 of `q_BGMK` is the M query
+        heads of a KV head, in place of the queries. `attn_mask` [B, 1, 1, S] is true for keys to attend to."""
         sinks_GM1 = local_shard(self.sinks).view(*q_BGMK.shape[1:3], 1)
         return self._attend(q_BGMK, k_BGSK, v_BGSK, attn_mask, sinks_GM1)
 

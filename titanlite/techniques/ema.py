@@ -1,9 +1,7 @@
-"""Exponential moving average (EMA) of the weights (after Polyak averaging, doi:10.1137/0330046).
-
-After each update of an optimizer, ema = d ema + (1 - d) weights, where d = ema.decay. Up to update ema.start_step the
-average equals the weights. The average is an optimizer state: each rank averages its own shard of a weight, and
-checkpoints save the averages. bfloat16 would round away small changes of an average, which is therefore in float32.
-"""
+"""Exponential moving average (EMA) of the weights (after Polyak averaging, doi:10.1137/0330046). After each update of
+an optimizer, ema = d ema + (1 - d) weights, where d = ema.decay. Up to update ema.start_step the average equals the
+weights. The average is an optimizer state: each rank averages its own shard of a weight, and checkpoints save the
+averages. Averages are in float32, since bfloat16 would round away their small changes."""
 
 import contextlib
 from collections.abc import Iterator
@@ -40,8 +38,8 @@ def update(optimizer: torch.optim.Optimizer, options: Ema) -> None:
 
 
 def _create_states(optimizer: torch.optim.Optimizer) -> Tensor:
-    """Add an average, equal to the weight, to the states of each weight that has none. Return the count of updates. One
-    count tensor is a state of every weight, because a rank of another layout may have only one of the weights."""
+    """Add an average, equal to the weight, to the states of each weight that has none. Return the tensor that counts
+    updates. Every weight has it as a state, because a rank of another layout may have only one of the weights."""
     device = optimizer.param_groups[0]["params"][0].device
     counts = (state[COUNT] for state in optimizer.state.values() if COUNT in state)
     count = next(counts, torch.zeros((), device=device))

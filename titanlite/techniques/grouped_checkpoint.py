@@ -1,9 +1,7 @@
-"""Activation checkpointing over groups of blocks: of k blocks only the inputs of the first are saved, O(sqrt(L)) of L
-layers (arXiv:1604.06174, section 4.2; Megatron-LM's uniform method).
-
-The backward of a group recomputes it, and each block then saves what `mode` says. "none": all of its activations.
-"full": its inputs, from which its own backward computes it once more; this takes the least memory, and the most time.
-"""
+"""Activation checkpointing over groups of blocks: only the first block of a group saves its inputs, O(sqrt(L)) of L
+layers (arXiv:1604.06174, section 4.2; Megatron-LM's uniform method). A group's backward first recomputes the group;
+during that, each block saves what `mode` determines. "none": all of its activations. "full": its inputs, from which the
+block is recomputed once more; this takes least memory and most time."""
 
 import functools
 import itertools
@@ -18,13 +16,13 @@ from titanlite.model import Documents, Llama
 
 
 def checkpoint_groups(stage: Llama, size: int, parallelism: Parallelism) -> None:
-    """Checkpoint the blocks of a model or a pipeline stage in place, in groups of `size`; the last group may have
-    fewer. fully_shard has taken the blocks already."""
+    """Checkpoint the blocks of a model or a pipeline stage, in place, in groups of `size`; the last group may be
+    smaller. fully_shard must already have been applied to the blocks."""
     layers, reshards = list(stage.layers), parallelism.fsdp_reshard_after_forward != "never"
     groups = [layers[begin : begin + size] for begin in range(0, len(layers), size)]
     stage.run_layers = functools.partial(_run_layers, stage, groups, reshards)
     if reshards and not parallelism.fsdp_backward_prefetch:
-        # By default FSDP gathers the last block but one before the last block's backward, which recomputes the first.
+        # The last block's backward begins by recomputing the first block, whose weights are therefore prefetched.
         for first, *_, last in (group for group in groups if len(group) > 2):
             stage.layers[last].set_modules_to_backward_prefetch(_units(stage.layers[first]))
 
@@ -48,13 +46,12 @@ def _run_layers(
 def _run_group(
     calls: list[tuple[nn.Module, Tensor, Documents | None]], times: Iterator[int], reshards: bool, x_ND: Tensor
 ) -> Tensor:
-    """Return the result of a group's blocks, each given with its other arguments. The first of the `times` that a group
-    is run is its forward; the others recompute it.
+    """Run a group's blocks, each given with its arguments except x, and return the result. The first item of `times` is
+    the group's forward; later items recompute it.
 
-    In a backward FSDP's hooks would free no weights before that of their block, and all of a group would be gathered at
-    once. So weights are gathered here, those of the next block while a block runs, and freed behind the block. Only the
-    last two blocks keep theirs, since their backward comes first.
-    """
+    When a group is recomputed, FSDP's hooks free a block's weights only after the block's backward, so that all weights
+    of the group would be gathered at the same time. Therefore this function gathers each block's weights while the
+    block before runs, and frees them after the block, except in the last two blocks, whose backward comes first."""
     is_forward = next(times) == 0
     for number, (block, rope_TK2, documents) in enumerate(calls):
         if is_forward:

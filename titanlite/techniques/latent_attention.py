@@ -3,10 +3,8 @@
 The keys and values of all heads are computed from one small vector per token, the latent. If q_lora_rank is set, the
 queries are computed from a second latent. All heads share the key channels with rotary embedding, which are computed
 from the residual stream and not from the latent. DeepSeek-V3 (arXiv:2412.19437) uses the same layer.
-
 Shapes: B batch, T sequence, N = B x T tokens, D model width, H heads, Q q_lora_rank, L kv_lora_rank. A head of queries
-or keys has K = P + R channels, P without and R with rotary embedding; a head of values has V channels.
-"""
+or keys has K = P + R channels, P without and R with rotary embedding; a head of values has V channels."""
 
 import math
 
@@ -21,7 +19,7 @@ from titanlite.rope import apply_rotary_emb
 
 class LatentAttention(nn.Module):
     """Replaces model.Attention, and computes queries, keys and values from latents. torch's fused attention requires
-    one width, so inner_attention gets values that are padded with zeros from V to K channels."""
+    the same width of keys and values, so values are padded with zeros from V to K channels."""
 
     def __init__(self, model: Model):
         super().__init__()
@@ -53,8 +51,8 @@ class LatentAttention(nn.Module):
         return [*q_latent, self.kv_norm(kv_NL), k_NR]
 
     def forward(self, x_ND: Tensor, rope_TK2: Tensor, documents: Documents | None) -> Tensor:
-        """Return the output [N, D]. The arguments are those of model.Attention.forward."""
-        sizes = -1, rope_TK2.shape[-3]  # -1: as many sequences (below: heads) as this rank has
+        """Return the output [N, D]. Arguments: as for model.Attention.forward."""
+        sizes = -1, rope_TK2.shape[-3]  # -1 infers this rank's number of sequences (below: of heads)
         *q_latent, kv_NL, k_NR = self.latents(x_ND)
         q_NHK = (self.wq_b(*q_latent) if self.wq is None else self.wq(x_ND)).unflatten(-1, (-1, self.head_dim))
         q_BTHP, q_BTHR = q_NHK.unflatten(0, sizes).split((self.nope_dim, self.rope_dim), dim=-1)
@@ -72,7 +70,7 @@ class LatentAttention(nn.Module):
 
 def query_scale(model: Model) -> float:
     """Return the factor on queries, apart from the 1 / sqrt(K) of inner attention. Under YaRN, DeepSeek multiplies
-    scores by the square of the factor that YaRN's paper applies to rotated queries and to rotated keys."""
+    scores by the square of the factor that YaRN's paper applies to rotated queries and keys each."""
     if model.rope_scaling_factor == 1:
         return 1.0
     return (0.1 * model.mla.mscale_all_dim * math.log(model.rope_scaling_factor) + 1) ** 2

@@ -1,8 +1,6 @@
-"""Tensor parallelism of latent attention: heads are sharded; latents, which all heads share, are not.
-
-Each rank computes the latents of its own shard of the sequence, with replicated weights, and its own heads from the
-gathered latents. The residual stream, which is wider, is gathered only if queries have no latent.
-"""
+"""Tensor parallelism of latent attention: heads are sharded; latents, which all heads share, are not. Each rank
+computes the latents of its own shard of the sequence, with replicated weights, and its own heads from the gathered
+latents. The wider residual stream is gathered only if queries have no latent."""
 
 import functools
 from collections.abc import Callable
@@ -46,7 +44,7 @@ class ShardableLatentAttention(LatentAttention):
 
 
 def _gathered(latents: Callable[[DTensor], list[DTensor]], x_ND: DTensor) -> list[Tensor]:
-    """Return the latents of all tokens. In the backward, one collective sums and scatters all heads' gradients."""
+    """Return the latents of all tokens. In the backward, one collective sums and scatters the heads' gradients."""
     shards = latents(x_ND)
     full = torch.cat(shards, dim=-1).redistribute(placements=[Replicate()])
     *for_weights, k_NR = full.split([shard.shape[-1] for shard in shards], dim=-1)

@@ -5,9 +5,7 @@ Tensor parallel shards B like the rows of W in a column-wise layer, and A like t
 other factor is replicated. An adapter adds no collective except the sum of the replicated factor's gradient.
 
 A is stored transposed, [I, R], because FSDP shards the first dimension, and R may be less than the number of ranks.
-
-Shapes: I inputs and O outputs of a linear layer, R rank of the adapter.
-"""
+Shapes: I inputs and O outputs of a linear layer, R rank of the adapter."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -32,13 +30,13 @@ class Adapters(nn.Module):
     of a stage, so that `shard_weights` (parallel/own_rules.py) runs after tensor parallel has sharded the weights."""
 
     def __init__(self, stage: Llama, lora: Lora, model: Callable[[], Llama]):
-        """Check lora.targets. `model()` returns the full model, of which `stage` may be a pipeline stage. Raises
-        ConfigError for a target that no layer has or that is not linear, and for a stage without a target."""
+        """Check lora.targets, and add adapters to `stage`. `model()` returns the full model. Raises ConfigError for a
+        target that no layer has or that is not linear, and for a stage without a target."""
         super().__init__()
         names = _targets(stage, lora)
         self.lora, self.names = lora, sorted(set().union(*names.values()))
-        self.stage = (stage,)  # a tuple, because torch would register a plain attribute as a submodule: a cycle
-        if not all(names.values()):  # a target without a layer here may be in another pipeline stage
+        self.stage = (stage,)  # a tuple hides the stage from torch, which would register it as a submodule: a cycle
+        if not all(names.values()):  # layers of a target may be in another pipeline stage
             full = model()
             if missing := [target for target, found in _targets(full, lora).items() if not found]:
                 layers = {name.rpartition(".")[2] for name, module in _modules(full) if isinstance(module, nn.Linear)}
@@ -103,12 +101,12 @@ def add_adapter(layer: nn.Linear, lora: Lora) -> None:
 
 @functools.cache
 def _adapted_class(kind: type[nn.Linear]) -> type[nn.Linear]:
-    """Return a subclass with adapters. With a `forward` for each layer, torch.compile would compile each block anew."""
+    """Return a subclass of nn.Linear with adapters, the same for all layers, which torch.compile compiles only once."""
     return type(kind.__name__, (kind,), {"forward": _adapted, "base_forward": kind.forward})
 
 
 def _adapted(layer: Any, x: Tensor) -> Tensor:
-    """Return the sum of a frozen layer's and its adapter's output, [..., O], for x [..., I]."""
+    """Return the sum of a frozen layer's output and its adapter's output, [..., O], for x [..., I]."""
     a_IR, b_OR, scale, base = layer.lora_a, layer.lora_b, layer.lora_scale, layer.base_forward
     if not isinstance(a_IR, DTensor):
         return base(x) + F.linear(x @ a_IR * scale, b_OR)
@@ -120,5 +118,5 @@ def _adapted(layer: Any, x: Tensor) -> Tensor:
 
 
 def _local(factor: DTensor) -> Tensor:
-    """Return this rank's shard of a factor. Each rank's gradient of a replicated factor is a partial sum."""
+    """Return this rank's shard of a factor. The gradient of a replicated factor is a partial sum on each rank."""
     return factor.to_local(grad_placements=[Partial() if p.is_replicate() else p for p in factor.placements])

@@ -1,8 +1,6 @@
 """Low-bit Adam: 4-bit or 8-bit optimizer states, or states in another type than the weights; stochastic rounding.
-
 torchao implements the quantized states and stochastic rounding. The optimizer step of this file computes in float32,
-and on a GPU is compiled once for each shape and type of a weight.
-"""
+and on a GPU is compiled once for each shape and type of a weight."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -29,11 +27,10 @@ SMALLEST_FLOAT8 = 2**-9 / LARGEST_FLOAT8
 def store(state: Tensor, values: Tensor, takes: Tensor, *, is_square: bool = False) -> None:
     """Write values to an optimizer state if `takes` is true, quantized by blocks if the state is quantized.
 
-    The scale of a block is its largest value by magnitude, with its sign, because torchao's tables of values contain 1
-    but not -1. (torchao's own scale is the magnitude, at least 1e-12, which shrinks a block whose largest value is
-    negative.) With signed scales, quantizing the values of a quantized state again changes nothing. With `is_square`,
-    no value becomes 0: the next step would divide exp_avg by eps alone.
-    """
+    The scale of a block is the block's value of largest magnitude, with its sign, because torchao's tables of values
+    contain 1 but not -1. (torchao's own scale is the magnitude, at least 1e-12, which shrinks a block whose largest
+    value is negative.) With signed scales, quantizing the values of a quantized state again changes nothing. With
+    `is_square`, no value is rounded to 0, since the next step would then divide exp_avg by eps alone."""
     if not isinstance(state, TorchAOBaseTensor):
         state.copy_(values.to(state.dtype).where(takes, state))
         return
@@ -89,7 +86,7 @@ class LowBitAdam(AdamW8bit):
         device = self.param_groups[0]["params"][0].device
         none = {"grad_scale": 1.0, "found_inf": 0.0}
         scaling = [getattr(self, name, torch.full((), value, device=device)) for name, value in none.items()]
-        # torch.compile by default recompiles 8 times, and a model has more shapes and types of weights.
+        # torch.compile's default limit is 8 recompilations, but a model has more shapes and types of weights.
         with eager_on_cpu(device), torch._dynamo.config.patch(recompile_limit=64):
             for group in self.param_groups:
                 numbers = *group["betas"], group["weight_decay"], group["eps"], self.is_adamw
@@ -97,7 +94,7 @@ class LowBitAdam(AdamW8bit):
                     if weight.grad is not None:
                         state = self._state_of(weight)
                         rounds = self.bf16_stochastic_round and weight.dtype == torch.bfloat16
-                        # Local shards: dispatching DTensors would take the host longer than the step takes the device.
+                        # Local shards, since dispatching DTensors would take longer than the device's step.
                         tensors = map(local_shard, (weight, weight.grad, *state.values()))
                         self._update(*tensors, group["lr"], *scaling, *numbers, rounds)
 
@@ -112,7 +109,7 @@ class LowBitAdam(AdamW8bit):
             return torch.zeros_like(weight, dtype=torch.float32)
         if id(weight) in self._full_precision:
             return torch.zeros_like(weight)
-        if self.state_dtype in QUANTIZED:  # a shard too small for quantization has its states in float32
+        if self.state_dtype in QUANTIZED:  # states of a shard too small for quantization are float32
             weight = torch.empty_like(weight, dtype=torch.float32)
         return super()._new_buffer(weight, signed)
 
@@ -123,7 +120,7 @@ class LowBitAdam(AdamW8bit):
 
 
 def create_value_tables(state_dtype: str) -> None:
-    """Have torchao create and cache the table of a quantized type's values, because it cannot under fake tensors."""
+    """Have torchao create and cache the table of a quantized type's values now: it cannot do so under fake tensors."""
     block = QUANTIZED_STATES[state_dtype]
     for signed in (True, False):
         QUANTIZED[state_dtype]._subclass_zeros(torch.empty(block), signed, block)

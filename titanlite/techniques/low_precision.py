@@ -1,16 +1,15 @@
 """Linear layers whose matrix products take 8-bit operands: float8 (torchao), MXFP8 and INT8.
 
-Each product of a layer (output, input gradient, weight gradient) quantizes both operands (dynamic scaling); all tensors
-outside the products keep their dtypes.
+Each product of a layer (output, input gradient, weight gradient) quantizes both operands by their current values
+(dynamic scaling); all other tensors keep their dtypes.
 
 - MXFP8 (OCP Microscaling, arXiv:2310.10537): float8_e4m3fn, in which 32 neighbours along the summed dimension share a
   scale: the smallest power of two with which none of the 32 overflows (NVIDIA's recipe, arXiv:2506.08027).
 - INT8 (SwitchBack, arXiv:2304.13013, but in all three products): each row of the left operand and each column of the
   right operand has a scale. INT8 products are summed exactly, in int32.
 
-This file multiplies local shards, because torchao's own layers do not work with DTensor: it hides the weight wrapper of
-torchao's MXFP8 from the products, and it has no sharding strategy for aten._int_mm.
-"""
+This file multiplies local shards, because torchao's own layers do not work with DTensor: a DTensor hides torchao's
+MXFP8 weight wrapper from the products, and has no sharding strategy for aten._int_mm."""
 
 from collections.abc import Callable
 from typing import Any
@@ -40,11 +39,10 @@ def convert_linear_layers(
 ) -> None:
     """Convert linear layers of a model or a pipeline stage on the meta device, in place, before weights are sharded.
 
-    The output head, whose rounding changes the loss most, is not converted. Nor are the router and the experts of a
-    mixture, and layers with a weight whose side on a rank is no multiple of 16 (INT8) or MX_BLOCK (MXFP8), which the
-    hardware requires. `model()` returns the full model; `model` = None: `stage` is the full model. Raises ConfigError
-    if the device has no 8-bit products, or no layer of the full model is converted.
-    """
+    The output head, whose rounding changes the loss most, is not converted. Neither are the router and the experts of a
+    mixture, nor layers whose weight has, on a rank, a side that is no multiple of 16 (INT8) or MX_BLOCK (MXFP8), as the
+    hardware requires. `model()` returns the full model; None: `stage` is the full model. Raises ConfigError if the
+    device has no 8-bit products, or no layer of the full model is converted."""
     section, options = ("float8", float8) if float8.enable else ("int8", int8)
     is_mxfp8 = float8.enable and float8.recipe == "mxfp8"
     skipped, multiple = options.filter_fqns, (MX_BLOCK if is_mxfp8 else 16) * tensor_parallel_degree
@@ -94,8 +92,8 @@ class LowPrecisionLinear(nn.Linear):
 
 
 def placements_of_products(weight: Placement, last: int) -> tuple[Placement, Placement, Placement, Placement]:
-    """Return the placements of a layer's input, input gradient, output and weight gradient, given the placement of its
-    weight [O, I]. `last` is the number of the input's last dimension."""
+    """Return the placements of a layer's input, input gradient, output and weight gradient, given the placement of the
+    weight [O, I]. `last`: index of the input's last dimension."""
     if weight == Shard(0):  # column-wise tensor parallel
         return Replicate(), Partial(), Shard(last), weight
     if weight == Shard(1):  # row-wise tensor parallel
@@ -125,11 +123,11 @@ class _Products(torch.autograd.Function):
 
 def to_mxfp8(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     """Return x as float8_e4m3fn [M, K], K padded with zeros to a multiple of MX_BLOCK, and the exponents of the blocks'
-    scales [M, K / MX_BLOCK], from -127 to 127, in float32 or float64. A NaN makes its full block NaN."""
+    scales [M, K / MX_BLOCK], from -127 to 127, in float32 or float64. A NaN makes all values of its block NaN."""
     wide = F.pad(x_MK, (0, -x_MK.shape[1] % MX_BLOCK)).to(torch.promote_types(x_MK.dtype, torch.float32))
     blocks = wide.unflatten(1, (-1, MX_BLOCK))
     exponents = (blocks.abs().amax(-1, keepdim=True) / LARGEST).log2().ceil().clamp(-127, 127)
-    # Clamp: rounding of the logarithm may let a value exceed 448, and an infinite value exceeds 448.
+    # Clamp to 448: the logarithm's rounding may let a value exceed this largest float8 value, and infinity does.
     values = (blocks * (-exponents).exp2()).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
     return values.flatten(1), exponents.squeeze(-1)
 
@@ -170,7 +168,7 @@ def to_int8(x_MK: Tensor) -> tuple[Tensor, Tensor]:
 
 def _int8(left_MK: Tensor, right_NK: Tensor) -> Tensor:
     """Return the INT8 product. On CUDA, torch._int_mm (private) needs more than 16 rows, and K in multiples of 8, so
-    the operands are padded with zeros. N must be a multiple of 8, too, and is a side of the weight."""
+    the operands are padded with zeros. N, a side of the weight, is already a multiple of 8."""
     (left, left_scales), (right, right_scales) = map(to_int8, (left_MK, right_NK))
     rows, columns = max(17 - len(left), 0), -left.shape[1] % 8
     if left.is_cuda and (rows or columns):

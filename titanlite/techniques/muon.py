@@ -1,9 +1,7 @@
 """Muon: momentum, orthogonalized by Newton-Schulz iterations, for the matrices of the layers (Keller Jordan,
-kellerjordan.github.io/posts/muon; at scale: Moonlight, arXiv:2502.16982). AdamW updates all other weights.
-
-The iteration needs the full matrix, so each matrix has one owner among the ranks with its shards or replicas. The owner
-gathers the momentum, iterates, and sends shards of the result back. No sum depends on the layout.
-"""
+kellerjordan.github.io/posts/muon; at scale: Moonlight, arXiv:2502.16982). AdamW updates all other weights. The
+iteration needs the full matrix, so each matrix has one owner among the ranks with its shards or replicas. The owner
+gathers the momentum, iterates, and sends shards of the result back. No sum depends on the layout."""
 
 import functools
 import math
@@ -24,11 +22,11 @@ COEFFICIENTS = 3.4445, -4.7750, 2.0315
 PLACEMENT = "device_mesh", "placements"
 """Attributes of a DTensor that, together with the shape, decide which slice of a weight each rank has."""
 RMS = 0.2
-"""Root mean square of an update over the learning rate, about that of AdamW (arXiv:2502.16982, section 2.2)."""
+"""Root mean square of update / learning rate, about as large as AdamW's (arXiv:2502.16982, section 2.2)."""
 
 
 class Unit(NamedTuple):
-    """The work of one rank in a round: to orthogonalize a matrix, or some matrices of a stack of experts."""
+    """The matrices that one rank orthogonalizes in a round: one matrix, or some matrices of a stack of experts."""
 
     number: int
     """Index of the weight among the optimizer's matrices."""
@@ -43,12 +41,12 @@ def is_orthogonalized(name: str, parameter: Tensor) -> bool:
 
 
 def newton_schulz(matrix: Tensor, n_steps: int) -> Tensor:
-    """Return about the nearest orthogonal matrix, U V^T of the singular value decomposition, of a matrix
-    [..., rows, columns]. The iteration computes in the matrix's data type."""
+    """Return approximately U V^T of the singular value decomposition of a matrix [..., rows, columns], which is its
+    nearest orthogonal matrix. The iteration computes in the matrix's data type."""
     a, b, c = COEFFICIENTS
     transposed = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.mT if transposed else matrix
-    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)  # make all singular values at most 1
+    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)  # all singular values are now at most 1
     for _ in range(n_steps):
         product = x @ x.mT
         x = a * x + (b * product + c * product @ product) @ x
@@ -56,7 +54,7 @@ def newton_schulz(matrix: Tensor, n_steps: int) -> Tensor:
 
 
 def assign(shapes: Sequence[tuple[int, ...]], n_ranks: int) -> list[list[Unit]]:
-    """Return rounds of units, in each of which rank r owns the unit with index r. First come experts, divided among all
+    """Return rounds of units; in a round, rank r owns the unit with index r. Experts come first, divided among all
     ranks; then matrices by decreasing work, so that the units of a round take about the same time."""
     experts, matrices = list[Unit](), list[Unit]()
     for number, shape in enumerate(shapes):
@@ -77,7 +75,7 @@ def work_of(shape: tuple[int, ...]) -> int:
 
 
 class Slices:
-    """The slice of a unit on each rank, in order of the ranks, of size 0 on ranks without elements of the unit."""
+    """The slice of a unit on each rank, by rank. A rank without elements of the unit has a slice of size 0."""
 
     def __init__(self, unit: Unit, of_weight: Iterable[Slice]):
         self.of_ranks = [_of_unit(unit, each) for each in of_weight]
@@ -87,7 +85,7 @@ class Slices:
             self._ranks.setdefault(each, []).append(rank)
 
     def sent(self, rank: int, owner: int) -> int:
-        """Return how many elements of the unit `rank` sends to its owner: 0 if another rank sends the same slice."""
+        """Return how many elements of the unit `rank` sends to `owner`: 0 if another rank sends the same slice."""
         own = self.of_ranks[rank]
         replicas = self._ranks[own]
         sender = owner if self.of_ranks[owner] == own else replicas[owner % len(replicas)]
@@ -126,7 +124,7 @@ class Muon(torch.optim.Optimizer):
         self.dtype = getattr(torch, optimizer.muon_dtype)
         self._rank, self._n_ranks = (group.rank(), group.size()) if group else (0, 1)
         self.clip: Any = None
-        """A qk_clip.QkClip or None. Each step of this optimizer ends with a step of QkClip."""
+        """A qk_clip.QkClip, whose step ends each step of this optimizer; None: no QK-clip."""
         self._step_supports_amp_scaling = getattr(adamw, "_step_supports_amp_scaling", False)
         own = {"params": list(matrices), "weight_decay": optimizer.weight_decay, "is_muon": True}
         groups = adamw.param_groups + ([own] if matrices else [])
@@ -134,7 +132,7 @@ class Muon(torch.optim.Optimizer):
 
     @functools.cached_property
     def _rounds(self) -> list[list[Assignment]]:
-        """The assignments of each round, computed in the first step, since only real ranks can exchange slices."""
+        """The assignments of each round, computed in the first step, since a dry run's ranks cannot exchange slices."""
         keys = [(weight.shape, *(getattr(weight, name, None) for name in PLACEMENT)) for weight in self.matrices]
         weights = dict(zip(keys, self.matrices, strict=True))
         of_weights = {key: self._of_ranks(shard_slice(weight)) for key, weight in weights.items()}
@@ -195,7 +193,7 @@ class Muon(torch.optim.Optimizer):
         buffer.copy_(buffer.where(scaling["found_inf"].bool(), new))
 
     def _gather(self, assignments: Sequence[Assignment], scaling: dict[str, Tensor]) -> tuple[Tensor, Any]:
-        """Start to send Nesterov momentum to a round's owners. Return the receive buffer and the dist.Work."""
+        """Start to send Nesterov momentum to the owners of a round. Return the receive buffer and the dist.Work."""
         sizes = [x.slices.sent(self._rank, x.owner) for x in assignments]
         sent = [self._nesterov(x, scaling) for x, size in zip(assignments, sizes, strict=True) if size]
         flat = torch.cat(sent) if sent else self._empty(0)
@@ -206,7 +204,7 @@ class Muon(torch.optim.Optimizer):
         return buffer, dist.all_to_all_single(buffer, flat, received, sizes, self._group, async_op=True)
 
     def _received(self, assignments: Sequence[Assignment]) -> list[int]:
-        """Return how many elements of this rank's unit of a round each rank sends."""
+        """Return how many elements each rank sends of the unit that this rank owns in a round."""
         if self._rank >= len(assignments):
             return [0] * self._n_ranks
         slices = assignments[self._rank].slices
@@ -223,7 +221,7 @@ class Muon(torch.optim.Optimizer):
         return ahead.masked_fill(scaling["found_inf"].bool(), 0).to(self.dtype).flatten()
 
     def _local_slice(self, assigned: Assignment, tensor: Tensor) -> Tensor:
-        """Return a view of the rows of a local shard (of a weight, gradient or state) that belong to a unit."""
+        """Return a view of those rows of a local shard (weight, gradient or state) that belong to a unit."""
         local, (offset, size) = local_shard(tensor), assigned.slices.of_ranks[self._rank]
         if local.dim() == 2:
             return local
@@ -264,7 +262,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def stage_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return the group of the ranks with this rank's pipeline stages, all of which must call the function."""
+    """Return the process group of the ranks that have this rank's pipeline stages. All of them must call this."""
     if mesh["pp"].size() == 1:
         return dist.group.WORLD
     ranks = mesh.mesh[mesh.get_local_rank("pp")].flatten().tolist()
@@ -282,7 +280,7 @@ def build_muon(
 
 
 def muon_of(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh | None) -> Muon:
-    """Build Muon, with QK-clip if qk_clip_threshold is set. `mesh` = None: this rank alone trains."""
+    """Build Muon, with QK-clip if qk_clip_threshold is set. `mesh` None: only this rank trains."""
     muon = build_muon(model.named_parameters(), optimizer, group := stage_group(mesh) if mesh else None)
     if optimizer.qk_clip_threshold:
         from titanlite.techniques.qk_clip import QkClip

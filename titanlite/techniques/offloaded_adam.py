@@ -1,8 +1,6 @@
-"""Adam with optimizer states in host memory, whose step the CPU takes (ZeRO-Offload, arXiv:2101.06840).
-
-Weights and gradients stay on the device. While the CPU updates one shard by torch's fused Adam, the next shard and its
-gradient are copied to host memory, and the previous shard is copied back.
-"""
+"""Adam with optimizer states in host memory; the CPU takes the optimizer step (ZeRO-Offload, arXiv:2101.06840). Weights
+and gradients stay on the device. While the CPU updates one shard by torch's fused Adam, the next shard and its gradient
+are copied to host memory, and the previous shard is copied back."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -15,7 +13,7 @@ from titanlite.parallel.shards import local_shard
 
 STATES = "exp_avg", "exp_avg_sq"
 SLOTS = 3
-"""Number of shards in host memory at a time: one is copied there, one is updated, and one is copied back."""
+"""Number of shards in host memory at a time: one is copied from the device, one is updated, and one is copied back."""
 
 
 class Slot:
@@ -55,7 +53,7 @@ class OffloadedAdam(torch.optim.Optimizer):
         """Take a step with gradients divided by `grad_scale`; change nothing if `found_inf` is 1."""
         scaling = {name: getattr(self, name).cpu() for name in ("grad_scale", "found_inf") if hasattr(self, name)}
         if self._to_host:
-            self._to_host.wait_stream(torch.cuda.current_stream(self._device))  # the stream that computes the gradients
+            self._to_host.wait_stream(torch.cuda.current_stream(self._device))  # wait for the gradients
         work = [(group, weight) for group in self.param_groups for weight in group["params"] if weight.grad is not None]
         for number in range(len(work) + 1):
             if number < len(work):

@@ -11,7 +11,7 @@ from titanlite.files.durable import Record, parse_part
 
 
 class Saved(Record):
-    """A checkpoint saves how many outlier steps were skipped, and the norms of the window, the oldest first."""
+    """The entry in a checkpoint: how many outlier steps were skipped, and the norms of the window, the oldest first."""
 
     skipped: int = Field(ge=0)
     norms: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(max_length=1_000_000)
@@ -19,9 +19,8 @@ class Saved(Record):
 
 class OutlierSteps:
     """Decides whether a step is taken: its gradient norm must be at most mean + sigma x standard deviation of the norms
-    of the last `window` taken steps. Until half a window of norms is known, every step with a finite norm is taken.
-    The idea is that of OLMo-core's SkipStepOptimizer (olmo_core/optim/skip_step_optimizer.py).
-    """
+    of the last `window` taken steps. Until half a window of norms is known, every step with a finite norm is taken. The
+    idea is from OLMo-core's SkipStepOptimizer (olmo_core/optim/skip_step_optimizer.py)."""
 
     def __init__(self, sigma: float, window: int, device: torch.device):
         self.sigma, self.window = sigma, window
@@ -35,7 +34,7 @@ class OutlierSteps:
         self._limit = torch.full((), torch.inf, dtype=torch.float64, device=device)
 
     def taken(self, norm: Tensor, finite: Tensor) -> Tensor:
-        """Return whether to take a step with this gradient norm, and record the norm of a taken step."""
+        """Return whether to take a step with this gradient norm; if so, record the norm."""
         known = ~self._norms.isnan()
         n = known.sum()
         mean = self._norms.nansum() / n
@@ -46,8 +45,8 @@ class OutlierSteps:
         return taken
 
     def skipped(self, norm: float) -> bool:
-        """Return whether the last step, with gradient norm `norm`, was skipped as an outlier, and count it if so.
-        Raises TrainingError if `window` steps in a row were skipped, since repeated norms are no outliers."""
+        """Return whether the last step, with gradient norm `norm`, was skipped as an outlier; if so, count it. Raises
+        TrainingError if `window` consecutive steps were skipped, since such norms are no outliers."""
         limit = self._limit.item()
         outlier = limit < norm < torch.inf
         self._in_a_row = self._in_a_row + 1 if outlier else 0
@@ -60,7 +59,7 @@ class OutlierSteps:
         return outlier
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """Return the entry of outlier steps in a checkpoint's state. JSON stores floats without rounding."""
+        """Return the entry in a checkpoint. JSON stores floats without rounding."""
         norms = [norm for norm in self._norms.tolist() if norm == norm]
         return {"outliers": {"skipped": self.n_skipped, "norms": norms}}
 

@@ -26,12 +26,13 @@ from titanlite.parallel.own_rules import ShardsWeights
 from titanlite.parallel.tensor import BLOCK_STYLES
 
 LARGEST_FILE = 2**24  # bytes of a file of own parts
+_LOADED_NOW = set[Path]()
 GATHER = "reduce over `group`, or set parallelism.disable_loss_parallel = true"
 
 
 @dataclasses.dataclass(frozen=True)
 class Own(Parts):
-    """Holds the user's own parts of a run. titanlite's parts replace those not set (titanlite/config/own.py)."""
+    """Holds the user's own parts of a run. Parts that are not set are titanlite's (titanlite/config/own.py)."""
 
     digest: str = "in Python"
 
@@ -52,7 +53,7 @@ class Own(Parts):
 
     def prepare(self, stage: Llama, model: Model, training: Training, parallelism: Parallelism) -> None:
         """Give the own blocks of a stage their parallel styles, and run each block once on the meta device. Raises
-        ConfigError with a line for each problem that would make a block compute something else under some layout."""
+        ConfigError with a line for each problem that would change a block's result under some layout."""
         existing = {name for block in stage.layers.values() for name, _ in block.named_modules()}
         if len(stage.layers) == model.n_layers and (unknown := self.styles.keys() - existing):
             expected = "expected the name of a module in its block, as feed_forward.up"
@@ -66,7 +67,7 @@ class Own(Parts):
             names = {name for name, _ in block.named_modules()}
             if training.attention_backend != "auto" and "attention.inner_attention" not in names:
                 found["attention"] = "has no inner_attention, which context parallel and masks replace"
-            if found:  # report the first wrong layer only, since other layers mostly have the same problems
+            if found:  # report only the first wrong layer: most layers have the same problems
                 raise ConfigError([f"layers.{layer}.{name}: {problem}" for name, problem in found.items()])
 
     def _wrong_names(self, block: nn.Module, is_sharded: bool) -> Iterator[tuple[str, str]]:
@@ -89,8 +90,8 @@ class Own(Parts):
     def check_loss(
         self, model: Model, parallelism: Parallelism, group: dist.ProcessGroup, device: torch.device
     ) -> None:
-        """Compute the own loss of random logits in one call, by halves of the tokens, and from shards of the
-        vocabulary. Raises ConfigError unless losses and gradients are equal. Every rank must call `check_loss`."""
+        """Compute the own loss of random logits in three ways: in one call, by halves of the tokens, and from shards of
+        the vocabulary. Raises ConfigError unless losses and gradients are equal. Every rank must call `check_loss`."""
         if not self.loss:
             return
         vocab_size, generator = model.vocab_size, torch.Generator(device).manual_seed(0)
@@ -128,7 +129,7 @@ class Own(Parts):
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
-    return torch.allclose(a, b, rtol=1e-3, atol=1e-4)  # tolerances for an own loss that rounds to bfloat16
+    return torch.allclose(a, b, rtol=1e-3, atol=1e-4)  # tolerances that let an own loss round to bfloat16
 
 
 def _state(module: nn.Module) -> dict[str, Any]:
@@ -147,7 +148,7 @@ def _wrong_forward(block: nn.Module, model: Model) -> dict[str, str]:
         y_ND = block(x_ND, rope_TK2, None)
     except (RuntimeError, TypeError) as error:
         if isinstance(error, NotImplementedError) or "meta tensor" in str(error):
-            return {}  # the forward, or an operator in it, reads values, which meta tensors lack
+            return {}  # the forward reads values, which meta tensors lack
         return {"forward": f"fails on x of {tuple(x_ND.shape)}: {str(error).splitlines()[0]}"}
     if y_ND.shape != x_ND.shape:
         return {"forward": f"makes {tuple(y_ND.shape)} of {tuple(x_ND.shape)}; expected the same shape"}
@@ -157,18 +158,22 @@ def _wrong_forward(block: nn.Module, model: Model) -> dict[str, str]:
 
 
 def load_own(place: str | Parts) -> Parts:
-    """Return the Own at `place`, FILE.py:NAME. A Parts is returned unchanged; "" means titanlite's own parts. Loading
-    puts no folder on sys.path. Raises ConfigError with one line if the file cannot be read or run, or has no NAME."""
+    """Return the Own object at `place`, FILE.py:NAME. A Parts is returned unchanged; "" stands for titanlite's parts.
+    sys.path does not change. Raises ConfigError with one line if the file cannot be read or run, or has no NAME."""
     if not place or isinstance(place, Parts):
         return place or Parts()
     file, _, name = place.rpartition(":")
     path = Path(os.path.expanduser(file)).absolute()
+    if path in _LOADED_NOW:
+        problem = 'calls titanlite while it is loaded; put its calls under `if __name__ == "__main__":`'
+        raise ConfigError([f"--own {place}: {problem}"])
     module = sys.modules[f"own_{path.stem}"] = types.ModuleType(f"own_{path.stem}")
     module.__file__ = str(path)
     try:
         content = read_file(path, LARGEST_FILE)
     except OSError as error:
         raise ConfigError([f"--own {place}: expected FILE.py:NAME: {error}"]) from None
+    _LOADED_NOW.add(path)
     try:
         exec(compile(content, str(path), "exec"), module.__dict__)
     except (Exception, SystemExit) as error:
@@ -177,6 +182,8 @@ def load_own(place: str | Parts) -> Parts:
         where = f"line {lines[-1]}: " if lines[-1] else ""
         problem = f"{where}{type(error).__name__}: {'; '.join(str(error).splitlines())}"
         raise ConfigError([f"--own {place}: {problem}"]) from error
+    finally:
+        _LOADED_NOW.discard(path)
     if not isinstance(own := getattr(module, name, None), Own):
         there = ", ".join(key for key, value in vars(module).items() if isinstance(value, Own)) or "none"
         raise ConfigError([f"--own {place}: {show(name)} is no titanlite.Own of this file; it has {there}"])
@@ -185,7 +192,7 @@ def load_own(place: str | Parts) -> Parts:
 
 
 def take_own(argv: list[str]) -> tuple[Parts, list[str]]:
-    """Return the parts that `--own` names, and the other arguments. Raises the ConfigError of load_own."""
+    """Return the parts that `--own` names, and all other arguments. Raises ConfigError as load_own does."""
     parser = Parser("titanlite COMMAND CONFIG --own FILE.py:NAME", None)
     parser.add_argument("--own", default="", metavar="FILE.py:NAME")
     arguments, others = parser.parse_known_args(argv)

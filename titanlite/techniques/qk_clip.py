@@ -1,16 +1,15 @@
 """QK-clip (MuonClip, Kimi K2, arXiv:2507.20534, section 2.1): no head's attention logits grow without bound.
 
-If a query head's largest logit over the global batch was above the threshold, then after the optimizer step weights are
-scaled so that the head's logits change by the factor gamma = threshold / largest:
+If a query head's largest logit in the global batch was above the threshold, weights are scaled after the optimizer
+step, so that the head's logits change by the factor gamma = threshold / largest:
 
-- If each query head has a KV head of its own, the weights of queries and of keys are scaled by sqrt(gamma).
+- If each query head has its own KV head, the weights of queries and of keys are scaled by sqrt(gamma).
 - If several query heads share a KV head, only the weights of queries are scaled, by gamma.
-- In latent attention, channels without rotary embedding are scaled by sqrt(gamma) in queries and in keys. Rotated
-  queries are scaled by gamma, and rotated keys, which all heads share, are not scaled.
+- In latent attention, the channels without rotary embedding are scaled by sqrt(gamma) in queries and keys. Rotated
+  queries are scaled by gamma; rotated keys, which all heads share, are not scaled.
 
-Attention backends return no logits, so a hook multiplies queries by keys once more, which takes B x T x S x K
-floating-point operations per query head, like one of the 7 products of attention's forward and backward.
-
+Attention backends return no logits, so a hook multiplies queries by keys again, in B x T x S x K floating-point
+operations per query head, as many as one of the 7 products of attention's forward and backward takes.
 Shapes: B batch, T tokens of this rank, S of the sequence, H query heads, G KV heads, M = H / G, K head_dim, L layers.
 """
 
@@ -25,8 +24,8 @@ from torch import Tensor, nn
 from titanlite.parallel.shards import local_shard, shard_slice
 
 LOGITS, BLOCKS = 2**24, 8
-"""LOGITS: most logits of a block of queries, over all heads: 32 MiB in bfloat16, which a GPU's cache holds.
-BLOCKS: least number of blocks of queries. More blocks compute fewer logits above the causal diagonal."""
+"""LOGITS: most logits of a block of queries, over all heads: 32 MiB in bfloat16, which fit into a GPU's cache. BLOCKS:
+fewest blocks of queries. More blocks compute fewer logits above the causal diagonal."""
 
 
 class QkClip:
@@ -50,7 +49,7 @@ class QkClip:
         """Record the largest logits of a training forward. Recomputing the forward records the same values."""
         if not torch.is_grad_enabled():
             return
-        q_BTHK, k_BTGK, _, documents, *_ = *inputs, None  # None: a forward of one document has no `documents`
+        q_BTHK, k_BTGK, _, documents, *_ = *inputs, None  # None stands for missing `documents`
         n_heads, ring, ulysses = q_BTHK.shape[2], *(getattr(inner_attention, name, "") for name in ("ring", "ulysses"))
         own_H = largest_H[self.tensor_rank * n_heads :][:n_heads]
         positions = None if documents is None else documents.positions_BT
@@ -65,7 +64,7 @@ class QkClip:
     @torch.no_grad()
     def step(self, skipped: Tensor | None) -> None:
         """Scale the weights of all heads above the threshold. `skipped`: a scalar on the device, 1 if the optimizer
-        skipped its step; None: it took its step. Every rank of `group` must call `step`."""
+        skipped its step; None: not skipped. Every rank of `group` must call `step`."""
         largest_LH = self.largest()
         gamma_LH = torch.where(largest_LH > self.threshold, self.threshold / largest_LH, 1.0)
         if skipped is not None:
@@ -114,7 +113,7 @@ def record(
     at_T = torch.arange(tokens, device="cpu")
     if ring or ulysses:
         k, at_T, document_positions = _gathered(k, document_positions, ring, ulysses)
-    # A query attends to consecutive keys: from the first of its document and window up to the query's own position.
+    # A query attends to consecutive keys: from the first key in both its document and its window to its own position.
     before_BT = at_T.unsqueeze(0) if document_positions is None else document_positions
     first_BT = at_T - before_BT.clamp(max=window - 1 if window else None, min=0)
     q_BTGMK, most = q.unflatten(2, (k.shape[2], -1)), LOGITS // (batch * n_heads * k.shape[1])
@@ -140,7 +139,7 @@ def _(largest_H, q, k, document_positions, window, ring, ulysses):
 def _gathered(
     k_BTGK: Tensor, document_positions_BS: Tensor | None, ring: str, ulysses: str
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the full sequence's keys in order, and the positions of this rank's tokens in sequence and documents."""
+    """Return the full sequence's keys, in order, and the positions of this rank's tokens in sequence and documents."""
     from titanlite.parallel.tiled_attention import _GROUPS  # imported here: only context parallel needs tiles
     from titanlite.parallel.tiles import local_positions
 

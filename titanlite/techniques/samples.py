@@ -1,7 +1,5 @@
-"""Samples of a training run: after each validation, some prompts are continued with the weights of that step.
-
-Each generated token takes a forward of full sequences, in validation's shape, so that no layout needs a KV cache.
-"""
+"""Samples of a training run: after each validation, prompts are continued with the current weights. Each generated
+token takes a forward of full sequences, shaped as in validation, so no layout needs a KV cache."""
 
 import torch
 from torch import nn

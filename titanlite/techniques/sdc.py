@@ -1,8 +1,6 @@
-"""Silent data corruption: a device that computes or stores wrong numbers without an error.
-
-Every debug.sdc_check_freq steps, replicas of a weight compare hashes of its bits, and each rank computes the step's
-forward and backward twice and compares hashes of the loss and the gradients.
-"""
+"""Silent data corruption: a device that computes or stores wrong numbers without an error. Every debug.sdc_check_freq
+steps, ranks with replicas of a weight compare hashes of the weight's bits, and each rank computes the step's forward
+and backward twice and compares hashes of loss and gradients."""
 
 from collections.abc import Callable, Iterable
 
@@ -29,8 +27,8 @@ CHUNK_ELEMENTS = 2**22
 @torch.no_grad()
 def hash_of_bits(tensor: Tensor) -> Tensor:
     """Return a hash of a plain tensor's bits and their positions, an int64 scalar on the tensor's device. The hash is
-    the sum, modulo 2**64, of each element's bits times an odd number that depends on the position. Multiplying by an
-    odd number loses no bit, so a change of one element changes the sum."""
+    the sum, modulo 2**64, of each element's bits times an odd number that depends on the position. Multiplication by an
+    odd number loses no bit, so every change of a single element changes the sum."""
     bits = tensor.detach().contiguous().reshape(-1).view(INTEGERS[tensor.itemsize])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, len(bits), CHUNK_ELEMENTS):
@@ -42,8 +40,8 @@ def hash_of_bits(tensor: Tensor) -> Tensor:
 
 
 class CorruptionCheck(Observer):
-    """Compares replicas and repeated steps, every `freq` steps. Every rank must make the same calls. `checkpointer` (or
-    None) trusts a checkpoint only after a later check without a difference. `guard` knows the loss scale."""
+    """Compares replicas, and a step with its repetition, every `freq` steps. Every rank must make the same calls.
+    `checkpointer` (or None) trusts a checkpoint only after a later check without difference."""
 
     def __init__(
         self,
@@ -64,7 +62,7 @@ class CorruptionCheck(Observer):
             self.check(step, loss_sum, lambda: self.train_step.forward_backward(batches, self.guard.loss_scale))
 
     def check(self, step: int, loss_sum: Tensor, compute_again: Callable[[], tuple[Tensor, Tensor]]) -> None:
-        """Compare a step's loss and gradients with those of `compute_again`, and the weights with their replicas.
+        """Compare a step's loss and gradients with the results of `compute_again`, and the weights with their replicas.
         `compute_again` repeats the step's forward and backward and leaves its gradients in the parameters. `loss_sum`
         is this rank's sum of token losses. Raises TrainingError on every rank if some rank found a difference."""
         gradients = self._hashes_of_gradients()
@@ -92,7 +90,7 @@ class CorruptionCheck(Observer):
         return torch.stack([none if grad is None else hash_of_bits(plain_shard(grad)).cpu() for grad in gradients])
 
     def _different_replicas(self) -> list[tuple[int, list[int], str]]:
-        """Return the replicas of this rank's weights that differ in their bits: (2, ranks, names of the weights)."""
+        """Return the replicas of this rank's weights whose bits differ, as (2, ranks, names of the weights)."""
         by_replicas: dict[tuple[DeviceMesh, tuple[int, ...]], list[str]] = {}
         for name, parameter in self.parameters.items():
             if axes := _replicated_axes(parameter):
@@ -131,7 +129,7 @@ def _replica_ranks(mesh: DeviceMesh, axes: tuple[int, ...]) -> list[int]:
 
 
 def _minority(ranks: list[int], hashes: tuple[int, ...]) -> list[int]:
-    """Return the ranks whose hash differs from that of the majority; all ranks if there is no majority."""
+    """Return the ranks whose hash differs from the majority's hash; all ranks if there is no majority."""
     counts = {value: hashes.count(value) for value in hashes}
     most = max(counts, key=counts.__getitem__)
     return [rank for rank, value in zip(ranks, hashes, strict=True) if value != most or 2 * counts[most] <= len(ranks)]
@@ -142,8 +140,8 @@ def _and_more(names: list[str]) -> str:
 
 
 def _explanation(found: list[tuple[int, list[int], str]]) -> str:
-    """Return in one line which ranks computed or store which wrong values. Gradients are summed over ranks, so wrong
-    ones may come from another rank and are named only if no loss is wrong: a wrong loss is the rank's own error."""
+    """Return in one line which ranks computed or store which wrong values. A wrong loss is the rank's own error.
+    Gradients are summed over ranks, so a wrong gradient is named only if no loss is wrong."""
     kinds = [
         "computed twice with different results",
         "computed twice with different results (or got it from a rank that did)",

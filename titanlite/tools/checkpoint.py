@@ -3,8 +3,8 @@
     titanlite checkpoint FOLDER
     titanlite checkpoint average OUT FOLDER [FOLDER ...]
 
-FOLDER is a step-N folder, or a folder of step-N folders. Every byte of a checkpoint is read and compared with its
-checksum. Checkpoints that no run resumes from are only listed: step-N.diverged, step-N.suspect, step-N.damaged.
+FOLDER is a step-N folder, or a folder of step-N folders. Every byte of a checkpoint is compared with its checksum.
+Checkpoints that no run resumes from are listed without a comparison: step-N.diverged, step-N.suspect, step-N.damaged.
 
 `average` writes the mean of the weights of all checkpoints (a model soup, arXiv:2203.05482, or stochastic weight
 averaging, arXiv:1803.05407) as OUT/checkpoint/step-N, where N is the newest step, and the newest run's config.toml into

@@ -3,7 +3,7 @@
 titanlite config CONFIG [--section.key=value ...]     the config with every default filled in, as TOML, and the
                                                       problems that train would report
 titanlite config A B                                  the options that differ between two configs or runs (folders
-                                                      with a config.toml); exit status 1 if any does
+                                                      with a config.toml); exit status 1 if any option differs
 titanlite config --schema                             the JSON Schema of a config, for editors
 titanlite config --from-torchtitan FILE [TARGET.toml] a TOML file of torchtitan 0.2 as a config; what
                                                       became of each key is listed on standard error
@@ -25,12 +25,12 @@ def main(argv: list[str]) -> int:
         print(json_schema(), end="")
         return 0
     if argv[0] == "--from-torchtitan":
-        from titanlite.tools.from_torchtitan import command  # imported here: it reads keys.toml
+        from titanlite.tools.from_torchtitan import command  # late import: only this option reads keys.toml
 
         return command.main(argv[1:])
     if len(argv) == 2 and not any(name.startswith("-") for name in argv):
         return compare(*argv)
-    from titanlite.launch.launcher import load_and_check  # imported here: the other uses of the command launch no ranks
+    from titanlite.launch.launcher import load_and_check  # late import: only this use looks for ranks
 
     load_and_check(argv, lambda loaded: print(loaded.config.toml(), end="", flush=True))
     return 0

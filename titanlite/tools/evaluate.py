@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
         if not is_value and override.partition("=")[0] not in readable:
             problem = f"command line: {override}: expected one of {', '.join(readable)}"
             raise ConfigError([f"{problem}; --help tells more"])
-    import torch  # imported here, so that --help and wrong arguments do not wait for the import
+    import torch  # late import: --help and wrong arguments need not wait
 
     from titanlite.launch.process_group import options_of_run, process_group
     from titanlite.tools.generate.folder import open_folder

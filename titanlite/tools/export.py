@@ -5,13 +5,13 @@
     titanlite export CHECKPOINT OUT --merge [...]         adapters (LoRA), merged into their base
 
 CHECKPOINT is a step-N folder, or the folder of a run's checkpoints, of which the newest is exported. OUT must not
-exist. The export writes to OUT the weights as safetensors of at most 5 GB, config.json, generation_config.json, the
-tokenizer's files and README.md, a model card. One process without a GPU is enough, with the memory of one tensor.
+exist. The export writes to OUT the weights as safetensors files of at most 5 GB, config.json, generation_config.json,
+the tokenizer's files and a model card, README.md. One process without a GPU is enough, with memory for one tensor.
 
 The run's config.toml, beside the folder of its checkpoints, names the tokenizer and the source: the folder whose
 weights the run started from. --tokenizer and --source name other folders. The export keeps the source's config.json,
-generation_config.json and dtype, except what the run, --dtype or --max-seq-len changed. Without a source, config.json
-states the sequence length of training, and the dtype is the checkpoint's.
+generation_config.json and dtype, except values that the run, --dtype or --max-seq-len changed. Without a source,
+config.json states the sequence length of training, and the dtype is the checkpoint's.
 
 --verify has transformers load OUT, and compares its logits with the checkpoint's, block by block, in float64, with
 24 bytes of memory per parameter. If OUT exists, --verify compares OUT and writes nothing.
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     if not verifies or not (out / "config.json").is_file():
         if verifies and out.exists():
             raise ConfigError([f"--verify: {out} exists and has no config.json; name an exported folder, or a new one"])
-        from titanlite.checkpoint.export import run  # imported here, so that --help does not wait for torch
+        from titanlite.checkpoint.export import run  # late import: --help need not wait for torch
 
         try:
             run(**options, verifies=verifies)
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
             print(f"error: {out}: cannot be written: {error}", file=sys.stderr)
             return 1
     if verifies:
-        from titanlite.tools.verify_export import verify  # imported here: only verification builds a model
+        from titanlite.tools.verify_export import verify  # late import: only --verify builds a model
 
         return 0 if verify(checkpoint, out, options["ema"]) else 1
     return 0

@@ -1,18 +1,35 @@
-"""Fork a command's processes from a server process that has imported their modules once."""
+"""Fork a command's processes from a server process that has imported the needed modules once."""
 
 import multiprocessing
 import os
 import signal
-from multiprocessing.context import ForkServerContext
+import sys
+import types
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+
+
+class _Process(ForkServerProcess):
+    """A process that does not import the user's script: the top level of a script may train, or start processes."""
+
+    def start(self) -> None:
+        script, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
+        try:
+            super().start()
+        finally:
+            sys.modules["__main__"] = script
+
+
+class _Context(ForkServerContext):
+    Process = _Process
 
 
 def forkserver(preload: str) -> ForkServerContext:
     """Return a multiprocessing context whose processes are forked from a server that has imported `preload`. SIGINT is
     blocked in the server and its forks, because Ctrl-C reaches every process of a terminal, and only the command should
-    respond. Forks end with the command by `end_after`: by prctl(2), they would end with their parent, the server."""
-    context = multiprocessing.get_context("forkserver")
+    respond. Each fork must call `end_after` to end with the command; prctl(2) would make it end with the server."""
+    context = _Context()
     context.set_forkserver_preload([preload])
-    # The command kills its processes, which frees their resources: the resource tracker's warnings are false alarms.
+    # The resource tracker warns about resources of killed processes, which the kernel has freed: ignore the warnings.
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     multiprocessing.forkserver.ensure_running()

@@ -1,4 +1,4 @@
-"""Write the HTML pages of commands: text and SVG figures in one file. The same content gives the same bytes."""
+"""Write the HTML pages of commands, with text and SVG figures in one file. Equal contents give byte-identical files."""
 
 import html
 import io
@@ -21,7 +21,7 @@ def page(title: str, body: str) -> str:
 
 
 def printed(content: RenderableType, width: int) -> str:
-    """Return rich content as HTML that looks like a terminal of `width` columns."""
+    """Return text and tables of rich as HTML that looks like a terminal of `width` columns."""
     console = Console(record=True, width=width, file=io.StringIO(), highlight=False)
     console.print(content)
     return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
@@ -38,7 +38,7 @@ def svg_figure(figure: Figure, name: str, caption: str, *, title: str) -> str:
     with style.context({"svg.hashsalt": name}):
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     text = file.getvalue()
-    text = text[text.index("<svg") :]  # drops the XML header
+    text = text[text.index("<svg") :]  # without the XML header
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
     # Shorten the numbers of paths to a hundredth of a point, for smaller files.
     text = re.sub(r'\bd="[^"]*"', lambda match: re.sub(r"(\.\d\d)\d+", r"\1", match[0]), text)

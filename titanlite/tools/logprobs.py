@@ -1,15 +1,16 @@
 """Compute the log-probabilities of given tokens, and say whether those of a trainer and an engine differ by rounding.
 
-FOLDER is what titanlite generate takes, with the weights that both had. Each line of ROWS.jsonl is a JSON object:
-  token_ids          the ids of the tokens; BOS is one of them, or of the prompt, where the model saw it
-  prompt_token_ids   optional: the ids of the tokens before them
-  trainer_logprobs   optional: what the trainer reported for each of token_ids, in nats; null: nothing
-  engine_logprobs    optional: the same of the inference engine
+FOLDER is a folder that titanlite generate takes, with the weights of trainer and engine. Each line of ROWS.jsonl is a
+JSON object:
+  token_ids          ids of the tokens to evaluate; if the model saw BOS, here or in prompt_token_ids
+  prompt_token_ids   optional: ids of the tokens before token_ids
+  trainer_logprobs   optional: the trainer's log-probability of each of token_ids, in nats, or null
+  engine_logprobs    optional: the inference engine's log-probability of each of token_ids, in nats, or null
   routed_experts     optional: the experts of each token and layer, [tokens][layers][experts per token]
 
-Prints a JSON object for each row: its line, and the logprobs of its token_ids. Lines on standard error compare those of
-a trainer and an engine (docs/verify_your_trainer.md). Exit status: 0 rounding explains all differences; 1 it does not;
-2 something is wrong, or too coarse to compare.
+Prints a JSON object for each row: its line, and the logprobs of its token_ids. Lines on standard error compare the
+logprobs of trainer and engine with these (docs/verify_your_trainer.md). Exit status: 0 rounding explains all
+differences; 1 rounding does not; 2 an argument or file is wrong, or the logprobs are too coarse to compare.
 """
 
 import functools
@@ -35,7 +36,7 @@ Logprobs = list[Annotated[float, Field(allow_inf_nan=False)] | None]
 
 
 class Row(Record):
-    """A line of the file; the text of the command describes it."""
+    """A line of ROWS.jsonl. `titanlite logprobs --help` describes the keys."""
 
     token_ids: Annotated[Ids, Field(min_length=1)]
     prompt_token_ids: Ids = Field(default=[])
@@ -44,7 +45,7 @@ class Row(Record):
     routed_experts: list[list[Ids]] = Field(default=[])
 
 
-Values = dict[int, list[float | None]]  # logprobs of the token_ids, by line
+Values = dict[int, list[float | None]]  # logprobs of a row's token_ids, by the row's line
 
 
 def main(argv: list[str]) -> int:
@@ -60,7 +61,7 @@ def main(argv: list[str]) -> int:
         text = f"type in which the {name} computed (default: the folder's)"
         parser.add_argument(f"--{name}-dtype", choices=DTYPES, help=text)
     arguments = parser.parse_args(argv)
-    from titanlite.tools.generate.folder import open_folder  # here: --help and wrong arguments do not wait for torch
+    from titanlite.tools.generate.folder import open_folder  # late import: --help need not wait for torch
 
     folder = open_folder(arguments.folder)
     rows = read(arguments.rows, folder)
@@ -80,7 +81,7 @@ def main(argv: list[str]) -> int:
 
 
 def read(file: Path, folder: Any) -> dict[int, Row]:
-    """Return the rows of a file by their lines. Raises ConfigError if one does not fit the model."""
+    """Return the rows of a file, by line. Raises ConfigError if the file cannot be read or a row does not fit."""
     from titanlite.tools.generate.command import read_lines
 
     rows, most = dict[int, Row](), folder.options.most_positions
@@ -102,7 +103,7 @@ def read(file: Path, folder: Any) -> dict[int, Row]:
 
 
 def _problem(row: Row, model: Any, most: float) -> str:
-    """Return what is wrong with a row, and what to do; "" if it fits the model."""
+    """Return what is wrong with a row, and what to do; "" if the row fits the model."""
     tokens, experts = [*row.prompt_token_ids, *row.token_ids], row.routed_experts
     if max(tokens) >= model.vocab_size:
         return f"the id {max(tokens)}: expected ids below {model.vocab_size}; take the model that had these tokens"
@@ -123,8 +124,8 @@ def _problem(row: Row, model: Any, most: float) -> str:
 
 
 def logprobs(folder: Any, rows: dict[int, Row], temperature: float, dtype: str) -> Values:
-    """Return the logprobs of the rows' token_ids, computed in a type; None for a first token, which nothing predicts.
-    Raises ConfigError if weights cannot be read, or a result is not finite."""
+    """Return the logprobs of the rows' token_ids, computed in `dtype`; None for a row's first token if it has no
+    prompt. Raises ConfigError if weights cannot be read, or a result is not finite."""
     import torch
     import torch.nn.functional as F
 
@@ -136,7 +137,7 @@ def logprobs(folder: Any, rows: dict[int, Row], temperature: float, dtype: str) 
     from titanlite.tools.parity.routes import routers
 
     def losses(x_ND: Any, weight_VD: Any, targets_N: Any) -> Any:
-        """Return the losses of the last tokens. A chunk of the logits exists at a time."""
+        """Return the losses of the last tokens, from one chunk of logits at a time."""
         wide, n = torch.promote_types(x_ND.dtype, torch.float32), max(CHUNK_LOGITS // len(weight_VD), 1)
         chunks = zip(x_ND[-len(targets_N) :].split(n), targets_N.split(n), strict=True)
         return torch.cat([cross_entropy(F.linear(x, weight_VD).to(wide) / temperature, ids) for x, ids in chunks])
@@ -167,8 +168,8 @@ def logprobs(folder: Any, rows: dict[int, Row], temperature: float, dtype: str) 
 
 
 def compare(rows: dict[int, Row], ours: Values, programs: dict[str, tuple[str, Values, Values]]) -> int:
-    """Print how far programs are from our logprobs, what rounding explains and the verdict; return the exit status.
-    `programs`: of each its type, its logprobs and ours in its type."""
+    """Print the distances of the programs' logprobs from ours, the distances that rounding explains, and the verdict;
+    return the exit status. `programs`: each program's dtype, its logprobs, and our logprobs computed in this dtype."""
     from titanlite.tools.parity.compare import ROUNDING_FACTOR as FACTOR
 
     means, wrong, coarse = [], [], []

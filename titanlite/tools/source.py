@@ -1,8 +1,8 @@
 """Print the lines of titanlite that a config executes: building a run, one training step, a validation where enabled.
 
 The model is shrunk and the layout stays, as in titanlite parity. The ranks are processes on this machine's CPUs, and
-train on pydoc_topics, unless the config has own data, without torch.compile, checkpoints and replica groups. Lines that
-no rank runs after the imports are folded. Exit status: 0 done; 2 the config is wrong.
+train without torch.compile, checkpoints and replica groups, on pydoc_topics unless --own gives data. Lines that no rank
+runs after the imports are folded. Exit status: 0 done; 2 the config is wrong.
 """
 
 import ast
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     n_ranks, training = ranks_wanted(loaded, os.environ, n_devices=0), loaded.config.training
     config, _ = smaller(loaded, Launch(0, 0, n_ranks, n_ranks, 0), training.mixed_precision_param)
     check_memory(loaded.file, n_ranks)
-    from titanlite.tools.parity.process_pool import ProcessPool  # imported here: process_pool imports torch
+    from titanlite.tools.parity.process_pool import ProcessPool  # late import: it imports torch
 
     others = "" if arguments.all else "(parallel/|techniques/|torch_)"
     files = rf"{HEART}|{re.escape(f'{PACKAGE}/')}{others}.*|{re.escape(own.place.rpartition(':')[0])}"
@@ -57,19 +57,19 @@ def main(argv: list[str]) -> int:
 
 
 def one_step(config: Config) -> Config:
-    """Return a config with one step and with data that need no download. The user's own data stay."""
+    """Return a config with one step and, unless the user gives data, with data that need no download."""
     values = {f"training__{key}": field.default for key, field in DatasetOptions.model_fields.items()}
     values |= {"training__datasets": [], "training__streaming": False, "training__cache_folder": config.job.dump_folder}
     values |= {"training__steps": 1, "compile__enable": False, "checkpoint__enable": False, "model__hf_assets_path": ""}
     values |= {"validation__dataset_path": "", "validation__dataset_split": "", "validation__fraction": 0.1}
     values |= {"validation__steps": 1, "checkpoint__initial_load_path": SEEDED}
-    size = 258 + -258 % config.parallelism.tensor_parallel_degree  # vocabulary: 256 bytes, BOS and EOS
+    size = 258 + -258 % config.parallelism.tensor_parallel_degree  # 256 bytes, BOS and EOS, rounded up
     return config.replace(**values, model__vocab_size=config.model.vocab_size if config.own.data else size)
 
 
 def lines_of_a_step(config: Config, files: str) -> dict[str, set[int]]:
-    """Train on a rank of a pool. Return by file, if its path matches `files`, the lines that run in functions."""
-    from titanlite.train import train  # imported here, so that --help does not wait for torch
+    """Train on a rank of a pool. Return the lines that run in functions, by file, for files that match `files`."""
+    from titanlite.train import train  # late import: --help need not wait for torch
 
     ran: dict[str, set[int]] = {}
 
@@ -86,12 +86,12 @@ def lines_of_a_step(config: Config, files: str) -> dict[str, set[int]]:
 
 
 def print_lines(file: Path, ran: set[int]) -> tuple[int, int]:
-    """Print the lines of a file that ran. Return the number of lines of statements, and of all printed lines."""
+    """Print the lines of a file that ran. Return the number of these lines, without and with comments."""
     lines, nodes = (text := file.read_text()).splitlines(), list(ast.walk(ast.parse(text)))
     functions = [range(node.lineno, node.end_lineno + 1) for node in nodes if isinstance(node, ast.FunctionDef)]
     ran = ran.intersection(chain(*functions))  # lines outside functions run at the import
     others = {n for n, line in enumerate(lines, 1) if re.fullmatch(r"\s*([#@].*|(else|try|finally):.*)?", line)}
-    statements = set[int]()  # lines of statements that ran; of a block statement, only the header
+    statements = set[int]()  # lines of statements that ran (if a statement has a block, its header)
     for node in nodes:
         extent = range(node.lineno, node.end_lineno + 1) if isinstance(node, (ast.stmt, ast.excepthandler)) else ()
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # docstrings do not run

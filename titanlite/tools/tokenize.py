@@ -3,9 +3,9 @@
     titanlite tokenize CONFIG [--section.key=value ...] [--verify] [--show N [--html FILE]]
 
 Builds the missing parts of the token cache in training.cache_folder, for training and for validation. A build that was
-stopped continues from where it was stopped. If several machines share the folder, one machine builds and the others
+stopped continues from where it was stopped. If several machines share the folder, one of them builds and the others
 wait. Prints the documents, the tokens, the bytes of text per token, the steps of an epoch and the epochs of the config;
-for a mixture, the epochs and the share of each dataset.
+for a mixture also the epochs and the share of each dataset.
 --verify also reads every token and compares checksums; damaged parts are built again.
 --show N also prints the first N rows that the run trains on, decoded: ⟦trained spans⟧, «special tokens» and the limits
 of documents. --html FILE writes these rows as a page, too.
@@ -44,8 +44,8 @@ def main(argv: list[str]) -> int:
 
 
 def tokenize(argv: list[str]) -> None:
-    """Build the token caches of a config, and print how often the run reads each dataset of a mixture. Raises the
-    ConfigError and TrainingError of `open_cache`, and ConfigError if the run uses up all datasets of a mixture."""
+    """Build the token caches of a config, and print how often the run reads each dataset of a mixture. Raises
+    ConfigError and TrainingError as `open_cache` does, and ConfigError if a mixture has too little data for the run."""
     parser = Parser("titanlite tokenize CONFIG [--section.key=value ...]", __doc__)
     parser.add_argument("--verify", action="store_true")
     parser.add_argument("--show", type=count(), metavar="N")
@@ -82,7 +82,7 @@ def tokenize(argv: list[str]) -> None:
             line = f"{each.name}: training.steps = {steps} reads {read / each.sequences.n_sequences:.3g} epochs, "
             print(f"{line}{read / n:.1%} of the run; {each.sequences}", flush=True)
     if arguments.show:
-        from titanlite.tools.tokenized_rows import show_rows  # imported here: tokenized_rows imports torch
+        from titanlite.tools.tokenized_rows import show_rows  # late import: it imports torch
 
         of_run = config.training, config.validation
         sequences, *_ = open_sequences(tokenizer, *of_run, seed=config.debug.seed, builds_cache=True)
@@ -90,7 +90,7 @@ def tokenize(argv: list[str]) -> None:
 
 
 def describe(config: Config, cache: TokenCache, split: Split) -> str:
-    """Return a line with a split's documents, tokens and bytes; for training also the steps of an epoch and epochs."""
+    """Return a line with a split's documents, tokens and bytes per token; for training also steps and epochs."""
     shards, training = cache.index.shards, config.training
     documents, tokens = (sum(getattr(shard, f"{split}_{what}") for shard in shards) for what in ("documents", "tokens"))
     text_bytes = sum(shard.text_bytes for shard in shards)

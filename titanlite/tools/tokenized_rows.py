@@ -1,4 +1,4 @@
-"""Show the first rows of a run's data as text: tokens trained on, special tokens, and limits of documents."""
+"""Show the first rows of a run's data as text, with marks at trained tokens, special tokens and limits of documents."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from titanlite.data.packing import Mixture, Sequence, Sequences
 
 TRAINED, SPECIAL, FRAME = "bold green", "cyan", "dim"
-"""Styles of rich for tokens that are trained on, special tokens, and headings."""
+"""Rich's styles of tokens that are trained on, of special tokens, and of headings."""
 OF_BYTES = {256: "BOS", 257: "EOS"}
 
 
 def show_rows(
     tokenizer: Tokenizer, sequences: Sequences | Mixture, training: Training, n: int, html: Path | None
 ) -> None:
-    """Print the first n rows that a run trains on, in the run's order, and write them as a page to the file `html`."""
+    """Print the first n rows that a run trains on, in order; if `html` is a path, also write these rows as a page."""
     console, attention = Console(highlight=False, soft_wrap=True), "crosses the limits of documents"
     attention = "stays within a document" if training.document_mask else attention
     marks = ("⟦trained on⟧", TRAINED), " not trained on ", ("«special token»", SPECIAL)
@@ -40,7 +40,7 @@ def show_rows(
         texts.append(row_text(tokenizer, sequence, training, place))
         console.print(texts[-1])
     if html:
-        from titanlite.tools.html_page import page, printed  # imported here: matplotlib takes a second to import
+        from titanlite.tools.html_page import page, printed  # late import: matplotlib takes a second
 
         html.write_text(page("Rows of a run", "".join(printed(text, 110) for text in texts)), encoding="utf-8")
         print(f"wrote {html}")
@@ -48,7 +48,7 @@ def show_rows(
 
 def row_text(tokenizer: Tokenizer, sequence: Sequence, training: Training, place: str) -> Text:
     """Return the text of a row: all input tokens, and the last target. Tokens that are targets are trained on."""
-    from titanlite.data.loader import SequenceShard, collate, count  # imported here: loader imports torch
+    from titanlite.data.loader import SequenceShard, collate, count  # late import: it imports torch
     from titanlite.data.packing import PADDING
     from titanlite.loss import IGNORED
 
@@ -77,7 +77,7 @@ def _document(tokenizer: Tokenizer, tokens: list[int], is_trained: list[bool]) -
 
 
 def names_of_special_tokens(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
-    """Return a name for each special token and each token that has no text; "" for each token that has text."""
+    """Return a name for each special token and each token without text; "" for all other tokens."""
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return [OF_BYTES.get(token, f"token {token}") if token > 255 else "" for token in tokens]
     special = {n: each.content for n, each in tokenizer.tokenizer.get_added_tokens_decoder().items() if each.special}
@@ -86,8 +86,8 @@ def names_of_special_tokens(tokenizer: Tokenizer, tokens: list[int]) -> list[str
 
 
 def runs_of(tokenizer: Tokenizer, tokens: list[int], is_trained: list[bool]) -> list[tuple[bool, str, str]]:
-    """Return the runs of consecutive tokens of one kind: whether they are trained on, their name ("" for text) and the
-    text to show, decoded behind all earlier tokens, because some decoders drop a leading space."""
+    """Split tokens into runs of one kind. Return for each run whether it is trained on, its name ("" for text) and its
+    text, decoded together with all earlier tokens, because some decoders drop a leading space."""
     before, runs, begin = "", [], 0
     keys = zip(is_trained, names_of_special_tokens(tokenizer, tokens), strict=True)
     for (trained, name), run in itertools.groupby(keys):

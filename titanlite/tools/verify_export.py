@@ -1,8 +1,7 @@
 """Compare an exported folder, as transformers loads it, with the checkpoint that it was exported from, block by block.
 
 Both models compute in float64, from weights rounded to the folder's dtype. Norms, softmax and rotary embeddings of
-transformers always compute in float32; here InFloat64 makes them compute in float64, so that only rounding differs.
-"""
+transformers always compute in float32; InFloat64 makes them compute in float64, so that only rounding differs."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,14 +20,13 @@ from titanlite.hf.load import EXPERT_DIMS
 from titanlite.model import Llama
 from titanlite.tools.generate.folder import ModelFolder, open_folder
 
-TOLERANCE = 1e-9
-"""Largest difference of activations that count as equal, relative to the largest activation."""
+TOLERANCE = 1e-9  # largest difference between activations that count as equal, relative to the largest activation
 N_SEQUENCES, LONGEST = 4, 64
-"""N_SEQUENCES: least number of random sequences that are compared. LONGEST: most tokens of a sequence."""
+"""The least number of random sequences that are compared, and the largest number of tokens in each of them."""
 
 
 class InFloat64(TorchFunctionMode):
-    """Has torch's functions compute in float64 if they are called for float32."""
+    """Makes torch's functions compute in float64 where they are called with the dtype float32."""
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         def wide(value: Any) -> Any:
@@ -39,8 +37,8 @@ class InFloat64(TorchFunctionMode):
 
 
 def verify(checkpoint: Path, out: Path, ema: bool = False) -> bool:
-    """Compare the logits of a folder with the checkpoint's (with those of its averaged weights, if `ema`), and the
-    tokens with which both tokenizers begin a text. Print the result, and return whether all are equal."""
+    """Compare the logits of an exported folder with the checkpoint's (if `ema`, of its averaged weights), and the
+    tokens with which the two tokenizers begin a text. Print the result, and return whether all are equal."""
     own, exported = open_folder(checkpoint), open_folder(out)
     is_same = compare(own, exported, ema, read_json_object(out / "config.json").get("max_position_embeddings", LONGEST))
     path = own.value("model", "hf_assets_path")
@@ -55,10 +53,10 @@ def verify(checkpoint: Path, out: Path, ema: bool = False) -> bool:
 
 
 def compare(own: ModelFolder, exported: ModelFolder, ema: bool, max_seq_len: int) -> bool:
-    """Compare the logits and print the first block that drifts. Raises ConfigError if transformers fails to load."""
+    """Compare logits, and print the first block that differs. Raises ConfigError if transformers cannot load `out`."""
     options, out = own.options, exported.path
     length = options.learned_positions or min(max_seq_len, LONGEST)
-    n_sequences = max(N_SEQUENCES, options.moe.n_experts // 4)  # enough tokens to reach every expert
+    n_sequences = max(N_SEQUENCES, options.moe.n_experts // 4)  # enough tokens for every expert
     tokens = torch.randint(options.vocab_size, (n_sequences, length), generator=torch.Generator().manual_seed(0))
     llama = load_llama(own, exported.dtype, length, ema)
     ours = recorded(llama.layers.values(), lambda: llama(tokens))
@@ -87,13 +85,13 @@ def compare(own: ModelFolder, exported: ModelFolder, ema: bool, max_seq_len: int
 
 
 def has_influence(weight: nn.Parameter) -> bool:
-    """Return whether the logits depend on a weight; if the weight stacks experts, on the weight of each expert."""
+    """Return whether the logits depend on a weight; for stacked experts, on the weight of each expert."""
     gradient = torch.zeros(1) if weight.grad is None else weight.grad
     return bool(gradient.flatten(1).any(1).all() if gradient.dim() == EXPERT_DIMS else gradient.any())
 
 
 def load_llama(folder: ModelFolder, dtype: torch.dtype, length: int, ema: bool) -> Llama:
-    """Return the checkpoint's model in float64, with weights that are first rounded to `dtype`, as by the export."""
+    """Return the checkpoint's model in float64, with weights rounded to `dtype` as in an export."""
     llama = build_llama(folder.options, max_seq_len=length).to(torch.float64)
     llama.materialize(torch.device("cpu"))
     folder.load(llama)
@@ -104,7 +102,7 @@ def load_llama(folder: ModelFolder, dtype: torch.dtype, length: int, ema: bool) 
 
 
 def load_hf(folder: Path, *, has_experts: bool) -> Any:
-    """Return transformers' model of a folder in float64. Raises ConfigError if the two have different tensors."""
+    """Return transformers' model of a folder in float64. Raises ConfigError if model and folder differ in tensors."""
     from transformers import AutoModelForCausalLM
 
     try:

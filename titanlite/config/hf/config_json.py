@@ -1,8 +1,6 @@
-"""Conversion between Hugging Face's config.json and the options of [model], for the model types in families.py.
-
-A config.json is untrusted: unsupported keys and values of a wrong type are rejected. Missing keys get transformers'
-defaults (5.23). Rotary options have two spellings: rope_theta and rope_scaling, or (transformers 5) rope_parameters.
-"""
+"""Conversion between Hugging Face's config.json and the options of [model], for the model types in families.py. A
+config.json is untrusted: unsupported keys and values of a wrong type are rejected. Missing keys get transformers'
+defaults (5.23). Rotary options have two spellings: rope_theta and rope_scaling, or (transformers 5) rope_parameters."""
 
 import math
 import os
@@ -29,9 +27,9 @@ from titanlite.config.model_sizes import COMMON
 from titanlite.config.types import MOST_LAYERS
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-"""Names of a folder's single file of weights, and of the index of several files; a folder has one of the two."""
+"""Names of the file with all weights, and of the index of several files with weights; a folder has one of the two."""
 NO_OPTION = ("max_position_embeddings", "num_nextn_predict_layers")
-"""Keys that no option of [model] sets, so that an exported value is compared with that of the released file."""
+"""Keys without an option of [model]; an export compares their values with the released model's config.json."""
 WITH_EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe", "glm4_moe", "olmoe")
 """Model types with experts and without latent attention."""
 QUANTIZATION = "quantization_config"
@@ -88,7 +86,7 @@ def _config_and_type(folder: Path) -> tuple[JsonObject, str]:
     """Return the values and the model type of a folder's config.json. Raises ConfigError for an unsupported type."""
     problems: list[str] = []
     config = JsonObject(f"{folder / 'config.json'}: ", read_json_object(folder / "config.json"), problems)
-    if config.values.get("model_type") == "kimi_k2":  # a DeepSeek-V3 by a name that transformers lacks
+    if config.values.get("model_type") == "kimi_k2":  # kimi_k2 is a DeepSeek-V3 under another name
         config.values["model_type"] = "deepseek_v3"
     model_type = config.values.get("model_type")
     if isinstance(model_type, str) and model_type not in FAMILIES:
@@ -152,9 +150,9 @@ def _bias_options(config: JsonObject, model_type: str) -> dict[str, Any]:
 def hf_config(
     model: Section, *, max_seq_len: int, torch_dtype: str, bos: int | None, eos: int | None
 ) -> dict[str, Any]:
-    """Return a config.json with which transformers computes what `model`, a section [model], does. `max_seq_len` is in
-    tokens, `torch_dtype` the saved weights' data type, as in "bfloat16"; `bos` and `eos` are token ids, None if there
-    are none. Raises ConfigError if no model type of transformers supports these options."""
+    """Return a config.json with which transformers computes the same as a `model` with this section [model].
+    `max_seq_len` is in tokens, `torch_dtype` is the saved weights' data type, such as "bfloat16"; `bos` and `eos` are
+    token ids, None if there are none. Raises ConfigError if no model type of transformers supports these options."""
     model_type = _model_type(model)
     family = FAMILIES[model_type]
     config: dict[str, Any] = {
@@ -254,7 +252,7 @@ def _model_type(model: Section) -> str:
 
 
 def _types_that_fit(model: Section) -> dict[str, bool]:
-    """Return which model types fit a model's options: types with experts for a model with experts, otherwise others."""
+    """Return whether a type fits a model's options, for each type that has experts if and only if the model has."""
     names = WITH_EXPERTS if model.moe.n_experts else [name for name in FAMILIES if not FAMILIES[name].experts]
     fits = {name: FAMILIES[name].allows(model) and layers_fit(model, name) for name in names}
     return {name: fit and (name == "phi3" or not is_long(model)) for name, fit in fits.items()}

@@ -9,7 +9,7 @@ from titanlite.config.hf.values import JsonObject
 from titanlite.config.loader import ConfigError, Section, show, value_of
 
 NORM_EPS = 1e-6
-"""Epsilon that transformers has in the norms of latents, whatever rms_norm_eps is."""
+"""Epsilon of the norms of latents in transformers, which does not depend on rms_norm_eps."""
 WIDTHS = DEFAULTS["latents"]
 
 
@@ -52,7 +52,7 @@ def _experts_of_v2(config: JsonObject, n_dense: int) -> dict[str, Any]:
 
 
 def expert_options(config: JsonObject, n_dense: int, smallest: int = 2) -> dict[str, Any]:
-    """Return [model.moe] of a model whose first n_dense layers are dense; groups have at least `smallest` experts."""
+    """Return [model.moe] of a model whose first n_dense layers are dense. A group has at least `smallest` experts."""
     defaults = DEFAULTS[config.values["model_type"]]
 
     def integer(key: str) -> int:
@@ -86,8 +86,8 @@ def expert_options(config: JsonObject, n_dense: int, smallest: int = 2) -> dict[
 
 
 def yarn_factors(rope: JsonObject, scaling: float, attention_factor: float) -> dict[str, float]:
-    """Return rope_attention_factor and mscale_all_dim from YaRN's keys, whose attention_factor is -1 if absent. Keys
-    that transformers and DeepSeek's own code read differently are rejected."""
+    """Return rope_attention_factor and mscale_all_dim from YaRN's keys; `attention_factor` is -1 if that key is
+    missing. Keys that transformers and DeepSeek's own code read differently are rejected."""
     if scaling == 1:
         return {}
     absent = [key for key in ("mscale", "mscale_all_dim") if rope.values.get(key) in (None, 0)]

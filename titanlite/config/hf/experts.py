@@ -38,7 +38,7 @@ def expert_options(config: JsonObject, model_type: str) -> dict[str, Any]:
 
 
 def _first_dense_layers(config: JsonObject) -> int:
-    """Return the number of layers in mlp_only_layers, which must be the first ones."""
+    """Return the number of layers in mlp_only_layers, which must be the model's first layers."""
     if (layers := config.values.get("mlp_only_layers")) is None:
         return 0
     if not isinstance(layers, list) or any(type(each) is not int for each in layers):

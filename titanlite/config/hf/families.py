@@ -17,15 +17,15 @@ TOGETHER = [set(keys) for keys in _TABLES["together"]]
 DEFAULTS: dict[str, dict[str, Any]] = _TABLES["defaults"]
 """Defaults of the keys of latent attention and, by model type, of DeepSeek's keys of experts."""
 OLD = ("qk_norm", "attention_bias", "mlp_bias", "sliding_window")
-"""Options that the error message about unsupported models always shows."""
+"""Options that the error message about an unsupported model always shows."""
 AMBIGUOUS = ("phi3", "glm", "ministral", "ministral3", "olmo2", "olmo3", "smollm3", "granite", "starcoder2", "gpt2")
-"""Model types whose options another type may have, too: model.hf_model_type distinguishes such types."""
+"""Model types that share options with other types, so that model.hf_model_type must tell which type is meant."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A transformers model type: class, options, and defaults of missing keys. n_kv_heads = None means n_heads, and
-    head_dim = None means hidden_size / num_attention_heads."""
+    """A model type of transformers: its class, its options, and the defaults of missing keys. n_kv_heads = None means
+    n_heads, and head_dim = None means hidden_size / num_attention_heads."""
 
     architecture: str
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -52,7 +52,8 @@ class Family:
     window: int | None = None
     """Default of the key sliding_window, 0 for no window; None: the type does not read the key."""
     kinds: str = ""
-    """How layers may differ: "windows"; "rope": windows, and only layers without one scale RoPE; "no_rope": no RoPE."""
+    """How layers may differ. "windows": in their sliding window; "rope": in the window, and in RoPE scaling, which
+    layers with a window lack; "no_rope": in whether they have RoPE."""
     rotated: float | None = None
     """Default of partial_rotary_factor; None: all channels are rotated."""
     fits: Callable[[Section], bool] = lambda _: True
@@ -95,7 +96,7 @@ def _own_of_gpt_oss(model: Section) -> set[bool]:
 
 
 def _routes(model: Section, own: bool = False, in_every_layer: bool = True, normalizes: bool = True) -> bool:
-    """Return whether routing is a softmax over all experts; if asked, in every layer, with scores that sum to 1."""
+    """Return whether routing is a softmax over all experts. Arguments add conditions."""
     moe = model.moe
     plain = moe.score_function == "softmax" and moe.score_scaling == 1 and not moe.n_shared_experts
     plain = plain and moe.n_groups_per_token == moe.n_groups and (moe.normalize_scores or not normalizes)
@@ -112,12 +113,12 @@ def _routes_as_glm(model: Section) -> bool:
 
 
 FITS: dict[str, Callable[[Section], bool]] = {
-    "llama": lambda model: model.dim % model.n_heads == 0,  # transformers requires it for Llama, not for Mistral
+    "llama": lambda model: model.dim % model.n_heads == 0,  # transformers requires this of Llama only
     "mixtral": _routes,
     "qwen3_moe": lambda model: _routes(model, in_every_layer=False, normalizes=False),
     "olmoe": lambda model: _routes(model, normalizes=False) and _heads_are_as_wide(model),
     "phi3": lambda model: model.hf_model_type == "phi3" or is_long(model),
-    "glm": lambda model: model.hf_model_type == "glm",  # the options do not imply GLM's names of tensors
+    "glm": lambda model: model.hf_model_type == "glm",  # GLM's tensor names do not follow from its options
     "glm4_moe": _routes_as_glm,
     "starcoder2": lambda model: (model.attention_bias == "all") == model.mlp_bias,
     "gpt2": lambda model: _heads_are_as_wide(model) and model.n_kv_heads == model.n_heads,
@@ -131,7 +132,7 @@ FAMILIES = {name: Family(**row, fits=FITS.get(name, lambda _: True)) for name, r
 
 
 def reject_others(config: JsonObject, model_type: str, table: str) -> None:
-    """Reject unsupported values of the keys in a table of `only` in families.toml: "any" or "deepseek"."""
+    """Reject unsupported values of the keys that `only` in families.toml lists under `table`, "any" or "deepseek"."""
     for row in _TABLES["only"][table]:
         if model_type in row.get("types", [model_type]) and model_type not in row.get("except", ()):
             config.only(row["key"], row.get("value"), row["reason"])

@@ -9,7 +9,7 @@ from titanlite.config.loader import Section, show
 
 ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
 LONGROPE = {"su": "longrope", "yarn": "longrope"}
-"""Other names of LongRoPE in early config.json files of Phi-3."""
+"""Names of LongRoPE in early config.json files of Phi-3."""
 
 
 def rope_options(config: JsonObject, theta: float, rotated: float | None) -> dict[str, Any]:

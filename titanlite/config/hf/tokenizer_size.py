@@ -11,7 +11,7 @@ LARGEST_FILE, MOST_IDS = 2**26, 2**20
 
 
 def n_token_ids(path: Any) -> int:
-    """Return 1 + the largest id in a tokenizer.json or in its folder; 0 if unreadable, which is reported later."""
+    """Return 1 + the largest id in a tokenizer.json or in its folder; 0 if unreadable (a later check reports it)."""
     try:
         file = Path(path).expanduser()
         content = json.loads(read_file(file / "tokenizer.json" if file.is_dir() else file, LARGEST_FILE))

@@ -12,11 +12,11 @@ from titanlite.config.loader import ConfigError, show
 from titanlite.config.regular_file import read_file
 
 LARGEST_FILE, LARGEST = 2**20, 2**31 - 1
-"""Most bytes of a config.json, and the largest integer in one."""
+"""Most bytes of a config.json, and the largest integer in a config.json."""
 
 
 def read_json_object(file: Path, content: bytes | None = None) -> dict[str, Any]:
-    """Return the JSON object in a file, or in `content`. Raises ConfigError if unreadable, too large or no object."""
+    """Return the JSON object in a file, or in `content`. Raises ConfigError if it is invalid or too large."""
     try:
         text = (read_file(file, LARGEST_FILE) if content is None else content).decode("utf-8-sig")
         value = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_key_twice)
@@ -82,7 +82,7 @@ class JsonObject:
         self.rejected = set() if rejected is None else rejected
 
     def reject(self, key: str, message: str, *reads: str) -> None:
-        """Add a problem of a key, unless a key in `reads` was rejected: its value is then a default, not the file's."""
+        """Add a problem of a key, unless a key in `reads` was rejected: a rejected key has lost the file's value."""
         if not self.rejected.isdisjoint(reads):
             return
         self.rejected.add(key)
@@ -90,13 +90,13 @@ class JsonObject:
         self.problems.append(f"{self.where}{_shown(self.names.get(key, key))[1:-1]}{value}: {message}")
 
     def only(self, key: str, value: Any, reason: str, *reads: str) -> None:
-        """Reject every other value of a key than `value`. 1 equals 1.0, but not true. For `reads` see `reject`."""
+        """Reject any value of a key except `value`; 1 equals 1.0, but not true. `reads`: as for `reject`."""
         actual = self.values.get(key)
         if actual is not None and (actual != value or isinstance(actual, bool) != isinstance(value, bool)):
             self.reject(key, f"expected {show(value)}; {reason}", *reads)
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1, most: int = LARGEST) -> int:
-        """Return the integer at a key, or the default if it is missing or null; without a default, it is required."""
+        """Return the integer at a key. A missing or null key gives the default; without a default, it is an error."""
         if (value := self.values.get(key)) is None and default is not None:
             return default
         if type(value) is int and least <= value <= most:

@@ -1,7 +1,7 @@
-"""Best-fit packing (arXiv:2404.10830): documents stay whole, and share sequences so that few tokens are padding.
+"""Best-fit packing (arXiv:2404.10830): documents are not split, and share sequences so that few tokens are padding.
 
-Each shard of the token cache is packed by itself: the longest document first, each into the fullest sequence that still
-has room for the document. A packing table stores the documents of each sequence, and depends only on lengths.
+Each shard of the token cache is packed separately: documents are placed by decreasing length, each into the fullest
+sequence that still has room. A packing table stores which documents are in each sequence.
 
     <token cache>/best_fit-train-2048-split/packing.json    how many sequences each shard has
     <token cache>/best_fit-train-2048-split/00000.table     int64: the index of each sequence's first document,
@@ -39,11 +39,9 @@ LongDocuments = Literal["split", "drop", "truncate", "reject"]
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """Return the bin of each item, int64. Every bin has the same capacity. The longest items are placed first, each
-    into the fullest bin that still has room for the item.
-
-    Items of the same length are placed together, because the bin that takes one item is then the fullest bin with room
-    for another. The time therefore grows with the number of different lengths, and little with the number of items.
-    """
+    into the fullest bin that still has room for the item. Items of the same length are placed together, because the bin
+    that takes one item is then the fullest bin with room for another. So the time grows with the number of different
+    lengths, hardly with the number of items."""
     bins, n_bins = np.empty(len(lengths), np.int64), 0
     order = np.argsort(-lengths, kind="stable")
     sizes, begins = np.unique(-lengths[order], return_index=True)
@@ -80,11 +78,9 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def split_documents(lengths: np.ndarray, seq_len: int, long: LongDocuments) -> np.ndarray:
-    """Return the first token and the length of each chunk, int64 [chunks, 2], for documents that are laid end to end.
-
-    A chunk is a document, or T + 1 tokens of a longer document. Neighbouring chunks share one token, so that every
-    token of a document except the first is a target once. A document of one token has no target and is left out.
-    """
+    """Return the first token and the length of each chunk, int64 [chunks, 2], for documents that are laid end to end. A
+    chunk is a document, or T + 1 tokens of a longer document. Neighbouring chunks share one token, so that every token
+    of a document except the first is a target once. A document of one token has no target and is left out."""
     starts, lengths = np.cumsum(lengths, dtype=np.int64) - lengths, lengths.astype(np.int64)
     if long == "drop":
         starts, lengths = starts[lengths <= seq_len + 1], lengths[lengths <= seq_len + 1]
@@ -92,7 +88,7 @@ def split_documents(lengths: np.ndarray, seq_len: int, long: LongDocuments) -> n
         lengths = np.minimum(lengths, seq_len + 1)
     n_chunks = np.maximum(-(-(lengths - 1) // seq_len), 0)
     number = np.arange(n_chunks.sum()) - np.repeat(np.cumsum(n_chunks) - n_chunks, n_chunks)
-    begins = number * seq_len  # offset of each chunk within the chunk's document
+    begins = number * seq_len  # offset of each chunk in its document
     return np.stack(
         [np.repeat(starts, n_chunks) + begins, np.minimum(np.repeat(lengths, n_chunks) - begins, seq_len + 1)], axis=1
     )
@@ -112,7 +108,7 @@ def pack(chunks: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
 
 def lay_out(documents: list[np.ndarray], seq_len: int, not_trained: int) -> Sequence:
     """Return the sequence of documents with at most T + 1 tokens together. Tokens with the bit `not_trained` are not
-    targets (0: all tokens are targets). Padding is a document of its own with ignored targets."""
+    targets (0: all tokens are targets). Padding is a separate document with ignored targets."""
     stored = np.concatenate([np.empty(0, np.int64), *documents])
     tokens, n = stored & ~not_trained, len(stored)
     inputs, targets = np.zeros(seq_len, np.int64), np.full(seq_len, IGNORED, np.int64)
@@ -182,7 +178,7 @@ class BestFit:
     """The packed sequences of a split, each read from the token cache when the sequence is needed."""
 
     def __init__(self, cache: TokenCache, split: Split, training: Training):
-        has_targets = training.dataset_format != "text"  # a bit marks untrained tokens in a cache of conversations
+        has_targets = training.dataset_format != "text"  # conversations have a bit for untrained tokens
         self.cache, self.split, self.seq_len = cache, split, training.seq_len
         self.long: LongDocuments = training.long_conversations if has_targets else "split"
         self.not_trained = token_shards.not_trained_bit(cache.index.dtype) if has_targets else 0
@@ -205,7 +201,7 @@ class BestFit:
         return index
 
     def write_tables(self) -> PackingIndex:
-        """Pack the documents of each shard, and write the tables and then, when all are complete, packing.json."""
+        """Pack the documents of each shard, write the tables and, once all are complete, packing.json."""
         self.folder.mkdir(mode=0o755, exist_ok=True)
         token_shards.check_trusted(self.folder)
         tables, n_long, longest, n_tokens, most = [], 0, 0, 0, self.seq_len + 1
@@ -234,7 +230,7 @@ class BestFit:
         return index
 
     def _with_targets(self, number: int, chunks: np.ndarray) -> np.ndarray:
-        """Drop the chunks that are truncated conversations and end before the assistant's first message."""
+        """Drop chunks of truncated conversations that end before the assistant's first message."""
 
         def has_target(begin: int, length: int) -> bool:
             return not (self.cache.read(number, self.split, begin + 1, begin + length) & self.not_trained).all()
@@ -251,7 +247,7 @@ class BestFit:
 
     @property
     def summary(self) -> str:
-        """Return a line with the share of padding, and with how many documents were split, dropped or truncated."""
+        """Return a line with the share of padding and the number of documents that were split, dropped or truncated."""
         padding = 1 - self.index.tokens / max(self.n_sequences * (self.seq_len + 1), 1)
         documents = "documents" if self.long == "split" else "conversations"
         done = {"drop": "dropped", "truncate": "truncated"}.get(self.long, "split")
@@ -262,7 +258,7 @@ class BestFit:
 
     @property
     def identity(self) -> str:
-        """Return a hash of the packing tables, which name the documents of each sequence."""
+        """Return a hash of the packing tables, which determine the documents of each sequence."""
         return checksum("/".join(table.xxh3_64 for table in self.index.tables).encode())
 
     def __getitem__(self, index: int) -> Sequence:
@@ -302,7 +298,7 @@ class BestFit:
 
 
 class BestFitSequences(PackedSequences):
-    """The training split as an endless order of best-fit packed sequences."""
+    """The training split as an endless list of best-fit packed sequences."""
 
     def __init__(self, packing: BestFit, training: Training, *, seed: int):
         self.packing, self.shuffle, self.seed, self.n_sequences = packing, training.shuffle, seed, packing.n_sequences

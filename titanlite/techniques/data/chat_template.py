@@ -1,9 +1,7 @@
-"""Chat templates turn the messages of a conversation into tokens, and tell which tokens the assistant has said.
-
+"""Chat templates turn the messages of a conversation into tokens, and tell which tokens the assistant wrote.
 transformers renders templates in jinja2's sandbox, in which a template can reach neither files nor code. The template
-may write special tokens, but a special token in a message is ordinary text, unless an option says otherwise: while the
-template runs, two other characters replace the special tokens of messages.
-"""
+may write special tokens, but a special token in a message is ordinary text, unless special_tokens_in_text = "special":
+while the template runs, two other characters replace the special tokens of messages."""
 
 import contextlib
 import functools
@@ -26,24 +24,24 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.techniques.data.rows import KEYS, Row, conversation_of, unread_keys
 
 ESCAPE, BEGIN, END = "\ufdd0", "\ufdd1", "\ufdd2"
-"""Noncharacters of Unicode. ESCAPE begins an escaped text; BEGIN and END enclose what the assistant says."""
+"""Noncharacters of Unicode. ESCAPE begins an escaped text; BEGIN and END enclose the assistant's text."""
 FIRST = 0xF0000
-"""The private-use character that after ESCAPE stands for the first text of `ChatTemplate.escaped`."""
+"""Private-use character: after ESCAPE, FIRST + i stands for text i of `ChatTemplate.escaped`."""
 LARGEST_CONVERSATION = 1000
-"""Most messages of a conversation whose template lacks {% generation %}, and so runs once per assistant's message."""
+"""Most messages of a conversation if the template lacks {% generation %}: it then runs once per assistant's message."""
 THOUGHT = "</think>"
 """The text that ends the reasoning in a message. Some templates drop the reasoning."""
 TAGS = {
     "generation": rf"{{%\1 generation %}}{{% if true %}}{{{{'{BEGIN}'}}}}{{% endif \2%}}",
     "endgeneration": rf"{{%\1 if true %}}{{{{'{END}'}}}}{{% endif %}}{{% endgeneration \2%}}",
 }
-"""Replacements of the two tags of a template, all blocks, so that jinja2 trims white space beside them as before."""
+"""Replacements of a template's two tags: jinja2 blocks, too, so that white space around the tags is still trimmed."""
 Regions = list[tuple[str, bool]]
-"""The regions of a rendered text in order, each with whether it is trained on."""
+"""Consecutive regions of a rendered text: the text of a region, and whether it is trained on."""
 
 
 class Conversation(str):
-    """The text of a conversation, or of the conversation's beginning up to an answer."""
+    """The text of a conversation, or of its beginning up to an answer."""
 
     named: str
     """The text with each special token replaced by its name in `HuggingFaceTokenizer.ordinary`."""
@@ -82,15 +80,15 @@ class ChatTemplate:
         return ChatTemplate(tokenizer).identity
 
     def document(self, training: Training, values: dict[str, Any], unread: set[str]) -> list[Conversation]:
-        """Return the conversations of a row (columns `values`) that are trained on. Adds to `unread` the message keys
-        that the template ignores. Raises ValueError if the row is no conversation, or cannot be rendered."""
+        """Return the conversations of a row (columns `values`) that are trained on. Adds the message keys that the
+        template ignores to `unread`. Raises ValueError if the row is no conversation or cannot be rendered."""
         restart_time_limit()
         try:
             row = conversation_of(training, values)
             *_, words = self._source(row.tools)
             unread |= unread_keys(training, row.messages, words)
             special = training.special_tokens_in_text == "special"
-            if self._searched < N_SEARCHED and not special:  # check only the first conversations for special tokens
+            if self._searched < N_SEARCHED and not special:  # search the first conversations for special tokens
                 self._searched += 1
                 unread |= spelled(self.tokenizer, [f"{row.messages}{row.tools}"])
             found = self.conversations(row, special=special)
@@ -102,9 +100,10 @@ class ChatTemplate:
         return found
 
     def conversations(self, row: Row, *, special: bool = False) -> list[Conversation]:
-        """Return the conversation of a row's messages, after its beginnings up to each answer that the template renders
-        in another way (without reasoning, for example) if messages follow. `special`: messages may contain special
-        tokens. Raises ValueError if the template cannot render the messages, or what the assistant said is unclear."""
+        """Return a row's full conversation last, and before it a beginning for each answer that the template renders in
+        another way (such as without reasoning) if messages follow; such a beginning ends with this answer. `special`:
+        messages may contain special tokens. Raises ValueError if the template cannot render the messages, or it is
+        unclear which text the assistant wrote."""
         messages, tools, not_trained = row
         if not any(message["role"] == "assistant" for message in messages):
             raise ValueError('no message has the role "assistant", so there is nothing to train on')
@@ -115,7 +114,7 @@ class ChatTemplate:
         messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
         escaped, tools_escaped = self._escape(messages, special), self._escape(tools, special)
         text = self._render(escaped, tools_escaped)
-        text.encode()  # raises UnicodeEncodeError, a ValueError, for half of a surrogate pair
+        text.encode()  # half of a surrogate pair raises UnicodeEncodeError, a ValueError
         if (escaped, tools_escaped) != (messages, tools) and self._read(text) != self._render(messages, tools):
             problem = f"{self.file} reads special tokens in messages, which are ordinary text; set "
             raise ValueError(f'{problem}training.special_tokens_in_text = "special", or remove them')
@@ -151,7 +150,7 @@ class ChatTemplate:
         for own, encoding in zip(conversations, encodings, strict=True):
             begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
             limits = np.array([*own.trained, (2**62, 2**62)], np.int64)
-            near = limits[np.searchsorted(limits[:, 1], begins, side="right")]  # a token's trained region or the next
+            near = limits[np.searchsorted(limits[:, 1], begins, side="right")]  # region at or after each token
             ids = np.array(encoding.ids, np.uint32)
             tokens.append(np.where(near[:, 0] < np.maximum(ends, begins + 1), ids, ids | bit).astype(dtype))
         return tokens
@@ -160,7 +159,7 @@ class ChatTemplate:
         return _analyzed(self.tokenizer.loaded.get_chat_template(tools=tools))
 
     def _escape(self, value: Any, special: bool = False) -> Any:
-        """Replace the texts of `self.escaped` in the strings of a value, except special tokens if `special`."""
+        """Replace the texts in `self.escaped` in all strings of a value; with `special`, keep special tokens."""
         if isinstance(value, dict):
             return {self._escape(key, special): self._escape(item, special) for key, item in value.items()}
         if isinstance(value, list):
@@ -171,7 +170,7 @@ class ChatTemplate:
         return value
 
     def _read(self, text: str, *, named: bool = False) -> str:
-        """Undo `_escape` in a rendered text. If `named`, special tokens are replaced by their names."""
+        """Undo `_escape` in a rendered text. With `named`, replace special tokens by their names."""
 
         def text_of_match(match: re.Match[str]) -> str:
             if match[0][0] != ESCAPE:
@@ -197,8 +196,8 @@ class ChatTemplate:
     def _regions_by_prefixes(
         self, messages: list[dict[str, Any]], tools: Any, text: str, not_trained: Collection[int]
     ) -> tuple[Regions, list[Regions]]:
-        """Return the regions of a rendered text, and of each beginning of the conversation that the template renders in
-        another way if messages follow. An answer begins after the rendered earlier messages and generation prompt."""
+        """Return the regions of a rendered text, and of each beginning that the template renders in another way if
+        messages follow. An answer begins behind the earlier messages and the generation prompt, as rendered."""
         regions, beginnings, end = [], [], 0
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -206,7 +205,7 @@ class ChatTemplate:
             through = text if index == len(messages) - 1 else self._render(messages[: index + 1], tools)
             before = self._before(messages[: index + 1], tools, through)
             if not through.startswith(before) and THOUGHT in str(message.get("content")):
-                # The template drops reasoning, which the generation prompt asks for: hide THOUGHT from the template.
+                # The template drops reasoning that the generation prompt asks for, so hide THOUGHT from the template.
                 thought = message["content"].replace(THOUGHT, ESCAPE + chr(FIRST + self._numbers[THOUGHT]))
                 through = self._render([*messages[:index], {**message, "content": thought}], tools)
             if not through.startswith(before):
@@ -223,7 +222,7 @@ class ChatTemplate:
         return [*regions, (text[end:], False)], beginnings
 
     def _before(self, messages: list[dict[str, Any]], tools: Any, through: str) -> str:
-        """Return the rendered text before an answer, the last of `messages`. `through`: the text of all messages."""
+        """Return the rendered text before the last of `messages`, an answer. `through`: the text of all messages."""
         if len(messages) > 1:
             with contextlib.suppress(ValueError):  # some templates reject a conversation without its last answer
                 return self._render(messages[:-1], tools, add_generation_prompt=True)
@@ -266,7 +265,7 @@ def _common(one: str, other: str) -> str:
 
 
 def _marked_regions(text: str) -> Regions:
-    """Return the regions of a rendered text, trained on if they are in a {% generation %} block."""
+    """Return the regions of a rendered text; regions in a {% generation %} block are trained on."""
     depth, regions = 0, []
     for part in re.split(f"([{BEGIN}{END}])", text):
         if part in (BEGIN, END):

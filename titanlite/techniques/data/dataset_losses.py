@@ -15,18 +15,16 @@ from titanlite.train_step import Observer, TrainStep
 
 
 class DatasetLosses(Observer):
-    """Adds up the token losses of each dataset over training steps, on each rank for its own tokens.
-
-    The output head records the token losses of each microbatch, in the order of this rank's sequences. The host reads
-    sums only in `totals`. `data_rank` is this rank's number in data parallel; `loader` knows the position in the data.
-    """
+    """Adds up the token losses of each dataset over training steps; each rank adds up its own tokens' losses. The
+    output head records the token losses of each microbatch, in the order of this rank's sequences. The host reads the
+    sums only in `totals`. `data_rank`: data-parallel index of this rank; `loader` has the position in the data."""
 
     def __init__(
         self, mixture: MixedSequences, loader: Loader, train_step: TrainStep, training: Training, *, data_rank: int
     ):
         self.mixture, self.loader, self.data_rank, self.device = mixture, loader, data_rank, train_step.device
         self.batch_size, self.degree = training.global_batch_size, train_step.parallelism.data_parallel_degree
-        self.tokens = training.seq_len // train_step.parallelism.context_parallel_degree  # tokens of a local sequence
+        self.tokens = training.seq_len // train_step.parallelism.context_parallel_degree  # a rank's tokens per sequence
         self._recorded: list[Tensor] | None = None
         self._totals = self._zeros()
         if train_step.contributes_loss:
@@ -45,7 +43,7 @@ class DatasetLosses(Observer):
         self._recorded = []
 
     def after_backward(self, step: int, batches: list[Batch], loss_sum: Tensor, *, is_test: bool) -> None:
-        """Add the recorded losses, unless one is not finite. The global batch ends at the loader's position."""
+        """Add the recorded losses, unless a loss is not finite. The global batch ends at the loader's position."""
         recorded, self._recorded = self._recorded, None
         position = self.loader.position
         if recorded and not is_test:
@@ -63,7 +61,7 @@ class DatasetLosses(Observer):
         return totals
 
     def metrics(self) -> dict[str, float]:
-        """Return by tag each dataset's tokens and epochs read, and mean loss (nats). Every rank must call `metrics`."""
+        """Return each dataset's tokens and epochs read and its mean loss (nats), by tag. Every rank must call this."""
         rows = zip(self.mixture.names, self.totals().tolist(), strict=True)
         losses = {f"data/{name}/loss": loss / n_tokens for name, (loss, n_tokens) in rows if n_tokens}
         return self.mixture.metrics(self.loader.position) | losses

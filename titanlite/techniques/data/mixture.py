@@ -1,8 +1,6 @@
-"""Mixtures: packed sequences of several datasets in one endless order, in exact shares, the same for any ranks.
-
-After each block of MIXTURE_BLOCK sequences, each dataset has its exact share of all sequences, rounded up or down.
-Sequences are shuffled within a block, so that no data-parallel rank always reads the same dataset.
-"""
+"""Mixtures: packed sequences of several datasets in one endless order with exact shares, for any number of ranks. At
+the end of each block of MIXTURE_BLOCK sequences, each dataset has its exact share of all sequences so far, rounded.
+Sequences are shuffled within a block, so that no data-parallel rank always reads the same dataset."""
 
 from __future__ import annotations
 
@@ -25,11 +23,11 @@ from titanlite.files.durable import Int63, Record, parse_part
 MIXTURE_BLOCK = 1024
 """Number of sequences of a block. Another number would change the order of every mixture."""
 WEIGHT_OF_LARGEST = 2**32
-"""The integer to which the largest weight is scaled."""
+"""Integer share of the dataset with the largest weight."""
 
 
 def seed_of(name: str, seed: int) -> int:
-    """Return the seed of a dataset's order, which does not depend on other datasets."""
+    """Return the seed for the order of a dataset's sequences, which does not depend on other datasets."""
     return xxhash.xxh3_64_intdigest(f"{seed}/{name}".encode())
 
 
@@ -43,10 +41,10 @@ def integer_shares(options: list[MixedDataset], sizes: list[int]) -> list[int]:
 
 
 def largest_count(options: MixedDataset, n_sequences: int, seq_len: int) -> int | None:
-    """Return how many sequences of a dataset may be read (epochs rounded down, tokens up), or None for any number."""
+    """Return how many sequences of a dataset may be read (epochs are rounded down, tokens up); None: any number."""
     limits = []
     if options.epochs != -1:
-        limits.append(int(Fraction(repr(options.epochs)) * n_sequences))  # repr: the float 0.29 is below 29/100
+        limits.append(int(Fraction(repr(options.epochs)) * n_sequences))  # repr makes 0.29 exactly 29/100
     if options.tokens != -1:
         limits.append(-(-options.tokens // seq_len))
     return min(limits, default=None)
@@ -58,7 +56,7 @@ class Component(NamedTuple):
     name: str
     sequences: PackedSequences
     content: str
-    """Identity of the dataset's tokens."""
+    """Text that identifies the dataset's tokens."""
     share: int
     """Share of the mixture, relative to the shares of the other datasets."""
     limit: int | None
@@ -70,17 +68,17 @@ class Component(NamedTuple):
 
 
 class MixtureBlock(NamedTuple):
-    """One block of the order. `counts`: the number of sequences of each dataset before the block, over all epochs."""
+    """One block of the mixture. `counts`: how many sequences of each dataset come before the block, over all epochs."""
 
     first: int
     """Global index of the block's first sequence."""
     counts: tuple[int, ...]
     phase: tuple[int, ...]
-    """Counts at the start of the phase: where the order began, or where the last dataset was used up."""
+    """Counts at the start of the current phase: a phase starts at the beginning and whenever a dataset is used up."""
 
 
 class _Mixture(Record):
-    """A saved MixtureBlock, with counts by dataset name. `read`: sequences read, also of datasets no longer mixed."""
+    """A saved MixtureBlock, with counts by dataset name. `read` also counts sequences of datasets no longer mixed."""
 
     identity: str
     first: Int63
@@ -91,17 +89,14 @@ class _Mixture(Record):
 
 class MixedSequences:
     """The training split of a mixture as an endless order of packed sequences, the same for any number of ranks.
-
-    `start` is the first block of the order. If all datasets are used up, which `check` rejects, reading goes beyond
-    their limits.
-    """
+    `start` is the first block. If all datasets are used up, which `check` rejects, their limits are exceeded."""
 
     def __init__(self, components: list[Component], *, seed: int, start: MixtureBlock | None = None):
         self.components, self.seed = components, seed
         zeros, self.n_sequences = (0,) * len(components), sum(each.sequences.n_sequences for each in components)
         self.start = start or MixtureBlock(0, zeros, zeros)
         self.others: dict[str, int] = {}
-        """Counts of datasets of an earlier mixture that this mixture lacks."""
+        """Counts of datasets that only an earlier mixture has."""
         self._recent = self.start
         self._walk = functools.lru_cache(maxsize=8)(self._walk_through)
 
@@ -111,7 +106,7 @@ class MixedSequences:
 
     @property
     def identity(self) -> str:
-        """Return a text that differs if two mixtures have different sequences at some global index."""
+        """Return a text that is equal for two mixtures only if they have the same sequences at every global index."""
         return "; ".join(map(str, self.components))
 
     def read(self, first: int, stride: int) -> Iterator[tuple[Sequence, None]]:
@@ -135,7 +130,7 @@ class MixedSequences:
     # State -----------------------------------------------------------------------------------------------------------
 
     def _block_near(self, position: int) -> MixtureBlock:
-        """Return the block that contains a position. Ascending positions are found fast."""
+        """Return the block that contains a position; fast if positions ascend."""
         self._recent = self._block_of(position, self._recent if position >= self._recent.first else self.start)
         return self._recent
 
@@ -156,8 +151,8 @@ class MixedSequences:
         return dict(zip(self.names, counts, strict=True))
 
     def resumed(self, loader_state: dict[str, Any] | None) -> MixedSequences:
-        """Return this mixture from where a run stopped, given the run's loader state; None: from the beginning. If the
-        run had another mixture, each dataset continues from the count under its name, and a new block begins."""
+        """Return this mixture from where a run stopped, given the run's loader state, or from the beginning (None). If
+        the run had another mixture, each dataset continues from the count under its name, and a new block begins."""
         if not loader_state:
             return self
         position = parse_part(loader_state, "data.next_sequence", Int63)
@@ -198,11 +193,11 @@ class MixedSequences:
         return values
 
     def expected_counts(self, n: int) -> list[float]:
-        """Return about how many of the first n sequences come from each dataset. The datasets' limits must allow n."""
+        """Return about how many of the first n sequences come from each dataset; the limits must allow n sequences."""
         counts, left = [0.0] * len(self.components), float(n)
         while left and (active := {i: self.components[i] for i in self._active(counts)}):
             total = sum(each.share for each in active.values())
-            ends = {}  # key: dataset; value: further sequences of the mixture before that dataset reaches its limit
+            ends = {}  # number of sequences until a dataset reaches its limit, by dataset
             for i, each in active.items():
                 ends[i] = math.inf if each.limit is None else (each.limit - counts[i]) * total / each.share
             taken = min(left, *ends.values())
@@ -219,7 +214,7 @@ class MixedSequences:
         return [i for i, (each, count) in enumerate(pairs) if each.limit is None or count < each.limit]
 
     def _block_of(self, position: int, block: MixtureBlock) -> MixtureBlock:
-        """Return the block that contains a position, by walking from `block`, which must not be later."""
+        """Return the block that contains a position, found by walking from `block`, which must not be later."""
         while position >= block.first + MIXTURE_BLOCK:
             block = self._walk(block)[1]
         return block
@@ -227,7 +222,7 @@ class MixedSequences:
     def _walk_through(self, block: MixtureBlock) -> tuple[list[tuple[int, int]], MixtureBlock]:
         """Return (dataset, index in the dataset's order) for each sequence of a block, and the next block."""
         chosen, counts, phase = [], list(block.counts), block.phase
-        end = MIXTURE_BLOCK  # index in the block from which all datasets are used up; shuffling does not cross `end`
+        end = MIXTURE_BLOCK  # index at which all datasets are used up; shuffling does not cross it
         while len(chosen) < MIXTURE_BLOCK:
             chosen += self._choose(counts, phase, MIXTURE_BLOCK - len(chosen))
             if counts[chosen[-1]] == self.components[chosen[-1]].limit:  # the chosen dataset is used up
@@ -243,12 +238,10 @@ class MixedSequences:
         return order, after
 
     def _choose(self, counts: list[int], phase: tuple[int, ...], n: int) -> list[int]:
-        """Return the datasets of the next n sequences, and count them. Returns fewer if a dataset is used up.
-
-        A dataset with share w of W in total has m w / W of a phase's first m sequences, rounded up or down, if its
-        sequence k (from 0) is not before floor(k W / w), and is before ceil((k + 1) W / w), in the phase. Earliest
-        deadline first meets all deadlines, because the shares add up to the whole order.
-        """
+        """Return the datasets of the next n sequences, and count them. Returns fewer if a dataset is used up. A dataset
+        with share w of W in total has m w / W of a phase's first m sequences, rounded up or down, if its sequence k
+        (from 0) is at an index of at least floor(k W / w) and below ceil((k + 1) W / w) in the phase. The schedule
+        "earliest deadline first" meets all these deadlines, because the shares add up to W."""
         active = self._active(counts) or range(len(counts))
         shares = {i: self.components[i].share for i in active}
         total = sum(shares.values())
@@ -280,8 +273,8 @@ def _is_possible(state: _Mixture, position: int) -> bool:
 
 
 class MixedValidation:
-    """The validation splits of a mixture's datasets, each read once. Sequences are interleaved evenly, so the first n
-    sequences have each dataset in proportion to the size of its split."""
+    """The validation splits of a mixture's datasets, each read once. Sequences are interleaved evenly: among the first
+    n sequences, each dataset's number is in proportion to its split's size."""
 
     def __init__(self, splits: list[ValidationSequences]):
         self.splits = splits

@@ -13,8 +13,8 @@ from titanlite.loss import IGNORED
 
 
 class OwnSequences:
-    """Sequences of a user's object. data[index] is T + 1 tokens or a titanlite.data.packing.Sequence, the same at any
-    time and on any rank. Past len(data), if the object has a len, the sequences repeat or, if `pads`, are padding."""
+    """Sequences of a user's object. data[index] is T + 1 tokens or a titanlite.data.packing.Sequence, the same at every
+    call and on every rank. Past len(data), if the object has a len, the sequences repeat or, if `pads`, are padding."""
 
     def __init__(self, data: Any, training: Training, vocab_size: int, *, pads: bool = False):
         self.data, self.seq_len, self.vocab_size, self.pads = data, training.seq_len, vocab_size, pads
@@ -33,7 +33,8 @@ class OwnSequences:
         ids = np.append(item.inputs, item.targets[item.targets != IGNORED])
         if {each.shape for each in item} != {(self.seq_len,)} or ids.dtype.kind not in "iu":
             problem = f"{item.inputs.shape} inputs and {item.targets.shape} targets, {ids.dtype}"
-            raise ConfigError([f"own.data: sequence {index} has {problem}; expected {self.seq_len + 1} integers"])
+            expected = f"expected {self.seq_len + 1} integers, which make {self.seq_len} of each"
+            raise ConfigError([f"own.data: sequence {index} has {problem}; {expected}"])
         if ids.min() < 0 or ids.max() >= self.vocab_size:
             problem = f"own.data: sequence {index} has tokens from {ids.min()} to {ids.max()}; model.vocab_size is "
             raise ConfigError([f"{problem}{self.vocab_size}"])
@@ -42,7 +43,7 @@ class OwnSequences:
     read = PackedSequences.read
 
     def state(self, position: int) -> dict[str, Any]:
-        """Return the state after `position` sequences were trained on (but maybe more were read), as plain JSON."""
+        """Return the state after training on `position` sequences, even if more were read, as plain JSON."""
         return {"own": self.data.state(position)} if hasattr(self.data, "state") else {}
 
     def resumed(self, loader_state: dict[str, Any] | None) -> OwnSequences:
@@ -54,14 +55,17 @@ class OwnSequences:
 def open_own(
     build: Any, model: Model, training: Training, debug: Debug, validates: bool = False
 ) -> tuple[OwnSequences, OwnSequences | None, str]:
-    """Return own data's training and validation split, and identity. Raises ConfigError for options of datasets."""
+    """Return own data's training split, validation split and identity. Raises ConfigError for set dataset options."""
     others = {"datasets": training.datasets, "streaming": training.streaming}
     problems = [f"training.{key}: own.data has the sequences; leave it out" for key in others if others[key]]
     arguments = training, model.vocab_size
     data = build(*arguments, debug.seed)
     if validates and not hasattr(data, "validation"):
         problems.append("validation.enable = true: own.data has no `validation`, sequences with a len; set false")
+    sequences = OwnSequences(data, *arguments)
+    if not problems and not all(np.array_equal(*pair) for pair in zip(sequences[0], sequences[0], strict=True)):
+        problems.append("own.data: sequence 0 differs when it is read again; draw it from the seed and the index")
     if problems:
         raise ConfigError(problems)
     validated = OwnSequences(data.validation, *arguments, pads=True) if validates else None
-    return OwnSequences(data, *arguments), validated, f"own {type(data).__name__}/{training.seq_len}/{debug.seed}"
+    return sequences, validated, f"own {type(data).__name__}/{training.seq_len}/{debug.seed}"

@@ -13,9 +13,9 @@ from titanlite.data.files import TOOLS
 
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool"}
 ROLES |= {role: role for role in ("system", "user", "assistant", "tool")}
-"""Roles of messages by the names that ShareGPT's key "from" has."""
+"""Roles of messages, by the names in ShareGPT's key "from"."""
 TRAINED = ("train", "trainable", "training", "weight", "loss")
-"""Keys by which axolotl, OpenAI and ms-swift say whether a message is trained on (true, 1) or not (false, 0)."""
+"""Keys of axolotl, OpenAI and ms-swift that tell whether a message is trained on (true, 1) or not (false, 0)."""
 KEYS = ("role", "content", *TRAINED)
 """Keys of a message that titanlite reads. The chat template may read more keys."""
 OTHER_MASKS = ("mask", "masked", "loss_mask", "loss_scale", "loss_weight", "train_detail", "training_detail")
@@ -83,7 +83,7 @@ def _message(row: Any, number: int) -> dict[str, Any]:
 
 
 def _is_trained(message: dict[str, Any], number: int) -> bool:
-    """Return whether a message may be trained on, by its keys. Raises ValueError for unsupported keys or values."""
+    """Return whether the keys of a message allow training on it. Raises ValueError for unsupported keys or values."""
     for key in OTHER_MASKS:
         if key in message:
             problem = f'message {number}: the key "{key}" is not supported; write "train": true or false instead'

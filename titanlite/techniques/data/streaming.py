@@ -1,9 +1,7 @@
-"""Streaming: packed sequences of documents that are read and tokenized while training, for large datasets.
-
-The dataset is partitioned into n streaming shards. Packed sequence k is the next sequence of shard k mod n.
-Data-parallel rank r of d takes the sequences with k mod d = r. Because d divides n, a rank takes complete shards: only
-one rank tokenizes a document, and the order does not depend on the number of ranks.
-"""
+"""Streaming: packed sequences of documents that are read and tokenized while training, for large datasets. The dataset
+is partitioned into n streaming shards. Packed sequence k is the next sequence of shard k mod n. Data-parallel rank r of
+d takes the sequences with k mod d = r. Because d divides n, a rank takes complete shards: only one rank tokenizes a
+document, and the order does not depend on the number of ranks."""
 
 import copy
 import itertools
@@ -31,7 +29,7 @@ ShardState = dict[str, Any]  # a _Shard, as plain JSON
 
 class _Shard(Record):
     """The position of a stream in a shard: where the first document with unused tokens begins (None: at the start), how
-    many of its tokens are used, the number of the shuffled block, and how many of its sequences are used."""
+    many tokens of this document are used, the number of the shuffled block, and how many of the block's are used."""
 
     position: tuple[Int63, Int63] | dict[str, Any] | None
     used: Int63
@@ -44,8 +42,8 @@ Saved = dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], _Shard]
 
 
 def partition(segments: list[Segment], n: int) -> list[list[Segment]]:
-    """Partition a dataset into n shards of nearly equal bytes, whose rows keep their order. Files are split if all of
-    them can be; otherwise each file, the largest first, goes to the shard with the fewest bytes so far."""
+    """Partition a dataset into n shards of nearly equal bytes, whose rows keep their order. If all files can be split,
+    they are; otherwise each file, the largest first, is assigned to the shard with the fewest bytes so far."""
     shards: list[list[Segment]] = [[] for _ in range(n)]
     if all(map(is_splittable, segments)):
         total = sum(segment.bytes for segment in segments)
@@ -69,11 +67,9 @@ def partition(segments: list[Segment], n: int) -> list[list[Segment]]:
 
 
 class StreamingSequences:
-    """The training split as an endless order of packed sequences, read from streaming shards.
-
-    With training.shuffle, the sequences of a shard are shuffled in blocks of training.streaming_shuffle_block, by
-    `seed`. `dataset` comes from documents.open_stream. Raises ConfigError if there are too few files for the shards.
-    """
+    """The training split as an endless list of packed sequences, read from streaming shards. With training.shuffle, the
+    sequences of a shard are shuffled in blocks of training.streaming_shuffle_block, by `seed`. `dataset` comes from
+    documents.open_stream. Raises ConfigError if there are too few files for the shards."""
 
     def __init__(self, dataset: list[Segment] | Any, source: Source, tokenizer: Tokenizer, *, seed: int):
         self.source, self.tokenizer, self.seed = source, tokenizer, seed
@@ -81,7 +77,7 @@ class StreamingSequences:
         self.seq_len, self.n_shards = options.seq_len, options.streaming_shards
         self.block = options.streaming_shuffle_block if options.shuffle else 1
         self._saved, self.passed = dict[int, ShardState](), dict[int, ShardState]()
-        """States of shards by number: `_saved` from the checkpoint, `passed` after the sequences trained on here."""
+        """States of shards by number: `_saved` is from the checkpoint, `passed` is of the last sequences trained on."""
         self.shards: list[Any]
         if source.is_files:
             if not any(segment.bytes for segment in dataset):
@@ -102,7 +98,7 @@ class StreamingSequences:
         return f"{self.n_shards} streaming shards of {self.n_files} files"
 
     def resumed(self, loader_state: dict[str, Any] | None) -> "StreamingSequences":
-        """Return this stream from where a run stopped, given the run's loader state; None: from the beginning."""
+        """Return this stream from where a run stopped, given the run's loader state, or from the beginning (None)."""
         saved = parse_part(loader_state or {}, "data.streaming_shards", Saved | None) or {}
         resumed = copy.copy(self)
         resumed._saved = {int(number): each.model_dump(mode="json") for number, each in saved.items()}
@@ -113,13 +109,13 @@ class StreamingSequences:
         """Return the state that `resumed` needs, as plain JSON. Every rank must call `state`."""
         states, gathered = dict(self._saved), [self.passed] * dist.get_world_size()
         dist.all_gather_object(gathered, self.passed)
-        for passed in gathered:  # all ranks that read a shard have the same state of it
+        for passed in gathered:  # ranks that read the same shard have the same state of it
             states |= passed
         return {"streaming_shards": {str(number): states[number] for number in sorted(states)}}
 
     def read(self, first: int, stride: int) -> Iterator[tuple[Sequence, tuple[int, ShardState]]]:
-        """Yield the sequences first, first + stride, ..., without end, each with the sequence's shard number and the
-        shard's state after the sequence. A shard without a saved state starts from its beginning."""
+        """Yield the sequences first, first + stride, ... without end, each with its shard's number and its shard's
+        state after it. A shard without a saved state starts from its beginning."""
         readers: dict[int, Iterator[tuple[np.ndarray, ShardState]]] = {}
         while True:
             if (shard := first % self.n_shards) not in readers:
@@ -161,11 +157,11 @@ class StreamingSequences:
                 advance -= taken
                 if pending[0][2] == len(tokens):
                     pending.popleft()
-            position, _, used = pending[0]  # keep one token: the next sequence begins with this one's last token
+            position, _, used = pending[0]  # the next sequence begins with the last token of this one
             yield sequence, {"position": position, "used": used}
 
     def _documents(self, shard: int, start: ShardState) -> Iterator[tuple[Any, np.ndarray, int]]:
-        """Yield the documents of a shard again and again: position, tokens, and how many of the tokens are used."""
+        """Yield a shard's documents, repeated endlessly: position, tokens, and how many of the tokens are used."""
         dtype = dtype_for(self.tokenizer.vocab_size)
         position, used = start["position"], start["used"]
         texts = self._texts_of_files if self.source.is_files else self._texts_of_hub

@@ -4,8 +4,7 @@
 
 A tensor of the file is named "PHASE TENSOR", with the phases "input" (weights, optimizer states and tokens before the
 step), "forward" (the output of a module), "backward" (the gradient of the loss with respect to the output), "gradient"
-(of a weight, before clipping) and "update" (a weight or optimizer state after the step).
-"""
+(of a weight, before clipping) and "update" (a weight or optimizer state after the step)."""
 
 import re
 from collections.abc import Mapping
@@ -30,15 +29,15 @@ KEY = "titanlite.fingerprints"
 LARGEST_FILE = 2**27
 """Most bytes of a fingerprint file, enough for half a million tensors."""
 LARGEST_SQUARE = 64
-"""Largest accepted ratio of the 16 inner products' mean square to the squared norm. The ratio's mean is 1. 16 times the
-ratio is chi-squared with 16 degrees of freedom, and above 16 x 64 with a probability below 1e-200."""
+"""Largest accepted ratio of the 16 inner products' mean square to the squared norm. The expected ratio is 1. 16 times
+the ratio is chi-squared with 16 degrees of freedom, and exceeds 16 x 64 with a probability below 1e-200."""
 NAME = re.compile(r"(input|forward|backward|gradient|update) [\w.]{1,200}( \w{1,40})?", re.ASCII)
 Dtype = Literal["float64", "float32", "bfloat16", "float16", "float8", "int8", "int4"]
 Name, Number = Annotated[str, Field(pattern="^[A-Za-z][A-Za-z0-9_ -]{0,39}$")], Annotated[float, Field(ge=1, le=2**53)]
 
 
 class Description(Record):
-    """Describes the run of a fingerprint: its step, types and counts, which a comparison needs."""
+    """Describes the run that wrote fingerprints: the step, types and counts that a comparison needs."""
 
     step: Int63
     compute_dtype: Dtype
@@ -47,7 +46,7 @@ class Description(Record):
     state_dtype: Dtype
     """Type of the optimizer states."""
     counts: Annotated[dict[Name, Number], Field(max_length=40)]
-    """Numbers by which a wrong layout could multiply gradients: degrees of parallelism, and numbers of tokens."""
+    """Factors by which a wrong layout could scale gradients: degrees of parallelism, and numbers of tokens."""
 
 
 def write(folder: Path, description: Description, fingerprints: Mapping[str, Tensor]) -> None:
@@ -83,7 +82,7 @@ def read(folder: Path, step: int) -> tuple[Description, dict[str, Tensor]]:
     for name, tensor in tensors:
         if NAME.fullmatch(name) and (tensor["dtype"], tensor["shape"]) == ("F64", [SIZE]):
             fingerprints[name] = own = torch.frombuffer(tensor["data"], dtype=torch.float64)
-            if not (own[0] < 0 or own[1:].square().mean() > LARGEST_SQUARE * own[0]):  # true for NaN
+            if not (own[0] < 0 or own[1:].square().mean() > LARGEST_SQUARE * own[0]):  # NaN makes this true
                 continue
         expected = f"expected a phase, the name of a tensor, and {SIZE} float64 numbers: squared norm, inner products"
         raise ConfigError([f"{path}: {show(name[:80])}: {expected}"])

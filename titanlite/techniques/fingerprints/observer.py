@@ -36,9 +36,9 @@ class Place:
         self.positions = torch.from_numpy(np.arange(seq_len)[shard.own])
 
     def rows(self, n_rows: int, call: int, *, sequence_parallel: bool = True) -> Tensor:
-        """Return the global index of each row of an activation, [n_rows] int64: the row's sequence in the global batch
-        times the sequence length, plus the row's position. `call`: how many forwards of the module, each with the same
-        number of sequences, came before in the step. `sequence_parallel`: tensor parallel shards the rows."""
+        """Return the global index of each row of an activation, [n_rows] int64: the index of the row's sequence in the
+        global batch, times the sequence length, plus the row's position. `call`: number of earlier forwards of the
+        module in this step, with equally many sequences. `sequence_parallel`: tensor parallel shards rows."""
         n_shards = self.tensor_degree if sequence_parallel else 1
         n_tokens, first = len(self.positions), self.tensor_rank * n_rows if sequence_parallel else 0
         token = torch.arange(first, first + n_rows)
@@ -49,7 +49,7 @@ class Place:
 class Fingerprints(Observer):
     """Writes the fingerprints of step 1 and of every debug.fingerprint_freq-th step. Every rank must make the same
     calls. Fingerprints must be the first observer, because later observers may run the forward and backward again.
-    `full_model` is all stages on the meta device; `shard`: the tokens of each sequence that this rank has."""
+    `full_model`: all stages, on the meta device; `shard`: the tokens of each sequence that this rank has."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Fingerprints(Observer):
         )
         self._entries, self._entries_of_update = entries(full_model)
         self._names = {parameter: name for name, parameter in train_step.model.named_parameters()}
-        self._own: dict[str, Tensor] = {}  # this rank's addends to the fingerprints of the step
+        self._own: dict[str, Tensor] = {}  # this rank's terms of the step's fingerprints
         self._full: dict[str, Tensor] = {}  # the step's fingerprints, summed over all ranks
         self._is_active = self._awaits_update = False
         self._updated_step: int | None = None  # the step whose update is in `_full`
@@ -99,7 +99,7 @@ class Fingerprints(Observer):
         optimizer.register_step_post_hook(lambda *_: self._see_update())
 
     def before_backward(self, step: int) -> None:
-        """Record the weights and the optimizer states, if the step's fingerprints are due."""
+        """Record the weights and the optimizer states, if fingerprints of this step are due."""
         self._is_active = step % self.freq == 0 or step == 1
         if not self._is_active:
             return
@@ -110,7 +110,7 @@ class Fingerprints(Observer):
             self._full = {}
             self._add_weights_and_states("input")
         tensors = named_tensors(self.train_step.model)
-        for name in tensors.keys() - self._names.values():  # remaining: routers' buffers, which change after the update
+        for name in tensors.keys() - self._names.values():  # the rest: routers' buffers, which change after the update
             self._add_tensor("input", name, tensors[name])
 
     def after_backward(self, step: int, batches: list[Batch], loss_sum: Tensor, *, is_test: bool) -> None:
@@ -148,7 +148,7 @@ class Fingerprints(Observer):
             output.register_hook(functools.partial(self._see_gradient, name, call, rows))
 
     def _see_gradient(self, name: str, call: int, rows: Tensor, gradient: Tensor) -> None:
-        """Record the gradient of a module's output once, although a split backward may call this hook twice."""
+        """Record the gradient of a module's output, only once if a split backward calls this hook twice."""
         if self._is_active and (name, call) not in self._seen:
             self._seen.add((name, call))
             own = fingerprint(name, local_shard(gradient), rows)
@@ -184,7 +184,7 @@ class Fingerprints(Observer):
         self._own[entry] = self._own[entry] + own if entry in self._own else own
 
     def _summed(self, names: list[str]) -> dict[str, Tensor]:
-        """Return the sum of each entry over all ranks, divided by the number of replicas (the sum of coverages)."""
+        """Return each entry's sum over all ranks, divided by the number of replicas (the summed coverage)."""
         none = torch.zeros(SIZE + 1, dtype=torch.float64, device=self.train_step.device)
         sums, added = torch.stack([self._own.get(name, none) for name in names]), torch.zeros(len(names))
         dist.all_reduce(sums)
@@ -199,7 +199,7 @@ class Fingerprints(Observer):
 
 
 def entries(full_model: Llama) -> tuple[list[str], list[str]]:
-    """Return the names of a step's possible fingerprints, before and after the update, which all ranks agree on."""
+    """Return the names of all possible fingerprints of a step, before and after the update, the same on all ranks."""
     tensors, parameters = [*named_tensors(full_model)], [name for name, _ in full_model.named_parameters()]
     modules = ["tok_embeddings", *(f"layers.{number}" for number in full_model.layers), "norm"]
     states = [f"{name} {key}" for name in parameters for key in STATES]

@@ -1,12 +1,11 @@
 """The fingerprint of a tensor: its squared norm, and its inner products with random vectors of +1 and -1.
 
 The signs are a hash of (name, global index), so each rank computes the fingerprint of its own slice, and the sum over
-ranks is the fingerprint of the full tensor. The mean square of the differences of two tensors' inner products is, on
-average, the squared distance of the tensors (Johnson and Lindenstrauss 1984; signs: Achlioptas 2003).
+ranks is the fingerprint of the full tensor. The squared differences of two tensors' inner products have as their
+expected mean the squared distance of the tensors (Johnson and Lindenstrauss 1984; signs: Achlioptas 2003).
 
 In vector k (1 .. 16), element (r, c) of a matrix has the sign a[k, r] * b[k, c] * s[r, c], where a, b and s are hashes.
-s makes the signs within a vector independent; a and b, which are cheap, make the signs of two vectors uncorrelated.
-"""
+s makes the signs within a vector independent; a and b, which are cheap, make the signs of two vectors uncorrelated."""
 
 import math
 from collections.abc import Sequence
@@ -17,13 +16,13 @@ from torch import Tensor
 from titanlite.init import parameter_seed
 
 N_PRODUCTS = 16
-"""Inner products per fingerprint. 16 estimate a distance with a relative standard deviation of about 0.18."""
+"""Inner products per fingerprint. With 16, a distance is estimated with a relative standard deviation of 0.18."""
 SIZE = 1 + N_PRODUCTS
 """Numbers per fingerprint: one squared norm, and the inner products."""
 CHUNK_ELEMENTS = {"cpu": 2**16, "cuda": 2**24}
 """Number of elements whose signs are in memory at a time, by device; on a CPU, the signs fit into the cache."""
 GOLDEN = -7046029254386353131
-"""2**64 over the golden ratio, as an int64, whose multiples are spread evenly (Knuth, volume 3, section 6.4)."""
+"""2**64 / golden ratio, as an int64. Its multiples are spread evenly (Knuth, volume 3, section 6.4)."""
 FACTORS = -4658895280553007687, -7723592293110705685
 """Multipliers of the finalizer of SplitMix64 (Steele, Lea and Flood 2014), as int64."""
 SIGN_BIT = -(2**63)
@@ -54,7 +53,7 @@ def fingerprint(name: str, matrix: Tensor, rows: Tensor, first_column: int = 0) 
 
 
 def rows_of_slice(offset: Sequence[int], size: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """Return the global index of each row of a slice of a tensor. The last of a tensor's dimensions is its columns."""
+    """Return the global index of each row of a slice of a tensor. A tensor's last dimension is the columns."""
     rows = torch.zeros(1, dtype=torch.int64)
     for first, n, n_full in zip(offset[:-1], size[:-1], shape[:-1], strict=True):
         rows = (rows[:, None] * n_full + torch.arange(first, first + n)).flatten()

@@ -1,11 +1,8 @@
-"""Balance the load of experts, by a bias on each expert's score (auxiliary-loss-free, arXiv:2408.15664), by auxiliary
-losses, or by both.
+"""Balance the load of experts by a bias on each expert's score (arXiv:2408.15664), by auxiliary losses, or by both.
 
 Routers record the load in the backward (router.py). After each optimizer step, LoadBalance sums the records of all
-ranks, by which routers choose experts and weight losses in the next step.
-
-Shapes: L layers of the full model, E experts.
-"""
+ranks; in the next step, routers use the sums to choose experts and to weight auxiliary losses.
+Shapes: L layers of the full model, E experts."""
 
 import math
 from typing import Any
@@ -35,7 +32,7 @@ class LoadBalance:
         self.records = torch.zeros(len(self.layers), 2 * self.moe.n_experts + 1, dtype=torch.float64, device=device)
 
     def begin_step(self, loss_scale: float) -> None:
-        """Reset the routers' records. `loss_scale` multiplies auxiliary losses in the backward passes of the step."""
+        """Reset the routers' records. `loss_scale`: factor on auxiliary losses in the backward passes of the step."""
         for router in self.routers.values():
             router.record.zero_()
             router.loss_scale = loss_scale
@@ -53,12 +50,12 @@ class LoadBalance:
             load_E = loads[index]
             router.load.copy_(load_E.where(taken, router.load))
             if router.balance_bias is not None:
-                below_E = (load_E.sum() - n_experts * load_E).sign()  # integers: rounding cannot change the sign
+                below_E = (load_E.sum() - n_experts * load_E).sign()  # integers: no rounding changes the sign
                 router.balance_bias += self.moe.balance_bias_rate * below_E * taken
 
     def metrics(self) -> dict[str, Any]:
-        """Return the last step's metrics by tag. moe/tokens_per_expert, for a histogram, is a tensor of the loads of
-        all layers' experts. Loads are relative to the mean over a layer's experts."""
+        """Return the last step's metrics by tag. moe/tokens_per_expert is a tensor with the loads of all layers'
+        experts, for a histogram. Loads are relative to the mean over a layer's experts."""
         n_experts, records = self.moe.n_experts, self.records.cpu()
         loads_LE, scores_LE, z_L = records[:, :n_experts], records[:, n_experts:-1], records[:, -1]
         shares_LE = loads_LE / loads_LE.sum(1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Read on the host how many rows each expert and rank gets, to give tensors their sizes."""
+"""Read on the host how many rows each expert and rank gets, from which tensors get their sizes."""
 
 from typing import Any
 
@@ -6,5 +6,5 @@ from torch import Tensor
 
 
 def read(counts: Tensor) -> list[Any]:
-    """Return counts as nested lists, for which the host waits for the device."""
+    """Return counts as nested lists. The host waits for the device."""
     return counts.tolist()

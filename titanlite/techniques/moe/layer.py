@@ -1,9 +1,7 @@
 """A mixture of experts: a router sends each token to a few of many feed-forward layers (arXiv:1701.06538).
 
-No tokens are dropped: the tokens of an expert are consecutive rows, of which an expert can have any number.
-
-Shapes: N tokens, D model width, E experts, F width of an expert, K experts per token, M = N x K pairs.
-"""
+No tokens are dropped: an expert's tokens are consecutive rows, whose number has no limit.
+Shapes: N tokens, D model width, E experts, F width of an expert, K experts per token, M = N x K pairs."""
 
 from typing import Any
 
@@ -18,8 +16,8 @@ from titanlite.techniques.moe.operators import Operators
 from titanlite.techniques.moe.router import Router
 
 GROUPED_MM_DTYPES = {"cpu": (torch.bfloat16, torch.float32), "cuda": (torch.bfloat16,)}
-"""Data types, by device, in which torch's grouped_mm multiplies the rows of all experts in one call. Other types, and
-rows whose bytes are no multiple of ROW_BYTES, take one product per expert."""
+"""Data types, by device, in which torch's grouped_mm multiplies the rows of all experts in one call. For other types,
+and for rows whose bytes are no multiple of ROW_BYTES, each expert has a separate product."""
 ROW_BYTES = 16
 
 
@@ -47,15 +45,15 @@ class MixtureOfExperts(nn.Module):
         return out_ND if shared_ND is None else out_ND + shared_ND
 
     def sort_key(self, experts_NK: Tensor) -> Tensor:
-        """Return the numbers by which rows are sorted. Expert parallel replaces `sort_key`."""
+        """Return the keys by which rows are sorted. Expert parallel replaces this method."""
         return experts_NK
 
     def compute(self, x_MD: Tensor, scores_M: Tensor, counts_E: Tensor) -> Tensor:
-        """Return each row's expert output times the row's score, [M, D]. Expert parallel replaces `compute`."""
+        """Return each row's expert output times the row's score, [M, D]. Expert parallel replaces this method."""
         return self.experts(x_MD, scores_M, counts_E)
 
     def compile_operators(self, backend: str) -> None:
-        """Compile the operators between the matrix products. A mixture's other tensors have data-dependent sizes."""
+        """Compile the operators between the matrix products; the products have data-dependent sizes."""
         self.experts.operators = operators.compiled(backend)
 
 
@@ -81,7 +79,7 @@ class Experts(nn.Module):
 
     def forward(self, x_MD: Tensor, scores_M: Tensor, counts_E: Tensor) -> Tensor:
         """Return the rows' outputs times their scores, [M, D]. The first counts_E[0] rows belong to expert 0, the next
-        counts_E[1] rows to expert 1, and so on. Scores multiply the input of w2."""
+        counts_E[1] rows to expert 1, and so on. The scores are factors on the input of w2."""
         w1, w2, w3, *biases = self.weights()
         product = _grouped_product(x_MD, w1, counts_E)
         gate_MF, up_MF = product(x_MD, w1), product(x_MD, w3)
@@ -89,7 +87,7 @@ class Experts(nn.Module):
             return product(_SwiGLU.apply(gate_MF, up_MF, scores_M, self.operators, self.clamp), w2)
         numbers_E = torch.arange(len(counts_E), device=counts_E.device)
         expert_M = numbers_E.repeat_interleave(counts_E, output_size=len(x_MD))
-        of_gate, of_out, of_up = (F.embedding(expert_M, bias) for bias in biases)  # fixed order of sums in the backward
+        of_gate, of_out, of_up = (F.embedding(expert_M, bias) for bias in biases)  # F.embedding: sums in a fixed order
         hidden_MF = _SwiGLU.apply(gate_MF + of_gate, up_MF + of_up, scores_M, self.operators, self.clamp)
         return product(hidden_MF, w2) + of_out * scores_M.to(of_out.dtype).unsqueeze(1)
 
@@ -106,7 +104,7 @@ def _grouped_product(x_MD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Any:
 
 
 class _Spread(torch.autograd.Function):
-    """Copies each token to its experts' rows. The backward sums in a fixed order, unlike indexing's on CUDA."""
+    """Copies each token to its experts' rows. Unlike indexing on CUDA, the backward sums in a fixed order."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, order_M: Tensor, row_M: Tensor, operators: Operators) -> Tensor:
@@ -149,7 +147,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def order_by_expert(experts_M: Tensor, n_experts: int) -> Tensor:
-    """Return the permutation that stably sorts rows by expert. Keys are narrow, because CUDA sorts 8 bits per pass."""
+    """Return the permutation that stably sorts rows by expert. Keys are short: CUDA sorts 8 bits per pass."""
     return experts_M.to(torch.uint8 if n_experts <= 256 else torch.int16).argsort(stable=True)
 
 
@@ -172,9 +170,9 @@ class _Permute(torch.autograd.Function):
 
 
 class Keep(torch.autograd.Function):
-    """Saves tensors for the backward of a later function, which takes the result of Keep as an input and saves nothing.
-    Activation checkpointing recomputes only until all saved tensors exist again, and so omits the later function. The
-    result's `grad_fn.saved_tensors` are the tensors. `anchor` is any tensor that requires a gradient."""
+    """Saves tensors for the backward of a later function, which takes the result of Keep as an input and saves nothing
+    itself. Activation checkpointing recomputes only until all saved tensors exist again, so it omits the later
+    function. `grad_fn.saved_tensors` of the result has the tensors. `anchor`: any tensor that requires a gradient."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:

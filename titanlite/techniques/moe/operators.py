@@ -1,7 +1,5 @@
-"""Memory-bound operators of a mixture of experts: eager, or compiled, each to one kernel that reads its inputs once.
-
-Shapes: N tokens, D model width, K experts per token, M = N x K pairs, R rows of experts, F width of an expert.
-"""
+"""Memory-bound operators of a mixture of experts: eager, or each compiled to one kernel that reads its inputs once.
+Shapes: N tokens, D model width, K experts per token, M = N x K pairs, R rows of experts, F width of an expert."""
 
 import functools
 from collections.abc import Callable
@@ -13,18 +11,18 @@ from torch import Tensor
 
 
 def spread(x_ND: Tensor, order_M: Tensor, n_per_token: int) -> Tensor:
-    """Copy each token to the rows of its experts, [M, D]. `order_M` has the number of each row's pair."""
+    """Copy each token to the rows of its experts, [M, D]. `order_M`: the index of each row's pair."""
     return x_ND[order_M // n_per_token]
 
 
 def collect(y_MD: Tensor, row_NK: Tensor) -> Tensor:
-    """Sum the rows of each token's experts, [N, D]. `row_NK` has the row number of each pair."""
+    """Sum the rows of each token's experts, [N, D]. `row_NK`: the index of each pair's row."""
     return y_MD[row_NK].sum(1)
 
 
 def swiglu(gate_RF: Tensor, up_RF: Tensor, scores_R: Tensor, limit: float = 0.0, alpha: float = 1.0) -> Tensor:
-    """Return silu(gate) x up x score, [R, F]. If `limit` is not 0 (gpt-oss, arXiv:2508.10925), gates are clamped to at
-    most `limit` and ups to +-limit, and the result is gate x sigmoid(alpha x gate) x (up + 1) x score."""
+    """Return silu(gate) x up x score, [R, F]. If `limit` is not 0 (gpt-oss, arXiv:2508.10925), gate is clamped to at
+    most `limit` and up to +-limit, and the result is gate x sigmoid(alpha x gate) x (up + 1) x score."""
     if limit:
         gate_RF, up_RF = gate_RF.clamp(max=limit), up_RF.clamp(-limit, limit) + 1
         return gate_RF * (alpha * gate_RF).sigmoid() * up_RF * scores_R.to(gate_RF.dtype).unsqueeze(1)
@@ -34,7 +32,7 @@ def swiglu(gate_RF: Tensor, up_RF: Tensor, scores_R: Tensor, limit: float = 0.0,
 def swiglu_backward(
     gradient_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, scores_R: Tensor, limit: float = 0.0, alpha: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of gate, up and scores, and the output of `swiglu`, computed again."""
+    """Return the gradients of gate, up and scores, and the recomputed output of `swiglu`."""
     if limit:
         return _clamped_backward(gradient_RF, gate_RF, up_RF, scores_R, limit, alpha)
     silu_RF, weighted_RF = F.silu(gate_RF), gradient_RF * scores_R.to(gate_RF.dtype).unsqueeze(1)
@@ -71,7 +69,7 @@ EAGER = Operators(spread, collect, swiglu, swiglu_backward)
 
 @functools.cache
 def compiled(backend: str) -> Operators:
-    """Return compiled custom operators. Under selective AC, torch.compile would leave plain functions eager."""
+    """Return compiled custom operators. Compiled plain functions would stay eager under selective AC."""
     return Operators(*(_compiled_operator(function, backend) for function in EAGER))
 
 

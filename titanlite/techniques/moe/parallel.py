@@ -1,6 +1,6 @@
 """Expert parallel (EP, GShard, arXiv:2006.16668): each rank has some of the experts, and ranks exchange tokens.
 
-An EP group consists of consecutive ranks among those that shard a layer: fsdp x tp = efsdp x ep.
+An EP group consists of consecutive ranks of the ranks that shard a layer: fsdp x tp = efsdp x ep.
 
     with EP       Each rank routes its own tokens (under tensor parallel, its shard of the sequence). Experts are
                   sharded over ep, and FSDP shards each over efsdp. Router and shared experts are replicated over tp.
@@ -41,7 +41,7 @@ class ShardableMixture(MixtureOfExperts):
         placements = {"w1": outputs, "w2": inputs, "w3": outputs, **of_bias}
         for name, _ in list(experts.named_parameters()):
             _distribute(experts, name, expert or tensor, placements[name])
-        is_first = expert is not None or tensor.get_local_rank() == 0  # one rank of each sum adds the bias
+        is_first = expert is not None or tensor.get_local_rank() == 0  # one rank adds the bias to the sum
         experts.weights = functools.partial(_local_weights, experts, is_first)
         if expert:
             self.sort_key = functools.partial(_by_local_expert, expert.size(), self.router.n_experts)
@@ -54,7 +54,7 @@ class ShardableMixture(MixtureOfExperts):
                 placement = Shard(1 if name == "w2" else 0)
                 _distribute(layer, "weight", tensor, Replicate() if expert else placement)
                 layer.forward = functools.partial(_local_linear, layer)
-            self.router.contributes = is_first  # without EP all ranks route the same tokens: one records the load
+            self.router.contributes = is_first  # the first tp rank records the load for all
             self.forward = functools.partial(_on_own_tokens if expert else _on_all_tokens, self.forward, tensor)
 
 
@@ -80,7 +80,7 @@ def _on_own_tokens(forward: Callable[[Tensor], Tensor], mesh: DeviceMesh, x_ND: 
 
 
 def _on_all_tokens(forward: Callable[[Tensor], Tensor], mesh: DeviceMesh, x_ND: Tensor) -> Tensor:
-    """Gather the sequence, compute `forward`, and reduce-scatter the output; in the backward, also the gradients."""
+    """Gather the sequence, compute `forward`, and reduce-scatter the output; in the backward, also gradients."""
     gathered_ND = x_ND.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
     return DTensor.from_local(forward(gathered_ND), mesh, [Partial()]).redistribute(placements=[SEQUENCE]).to_local()
 
@@ -90,14 +90,14 @@ def _local_linear(layer: nn.Linear, x_ND: Tensor) -> Tensor:
 
 
 def _by_local_expert(n_ranks: int, n_experts: int, experts_NK: Tensor) -> Tensor:
-    """Return keys that sort rows by an expert's index on its rank, then by rank: first experts of all ranks first."""
+    """Return keys that sort rows first by the expert's index on its rank, then by rank."""
     n_local = n_experts // n_ranks
     return experts_NK % n_local * n_ranks + experts_NK // n_local
 
 
 def _exchange(experts: Experts, group: dist.ProcessGroup, x_MD: Tensor, scores_M: Tensor, counts_E: Tensor) -> Tensor:
-    """Send rows to the ranks of their experts, compute the experts there, and return the results. `x_MD` and the result
-    are sorted by the keys of _by_local_expert. The host waits for the device once."""
+    """Send rows to the ranks of their experts, compute the experts there, and send the results back. `x_MD` and the
+    result are sorted by the keys of _by_local_expert. The host waits for the device once."""
     n_ranks = group.size()
     sent_RL = counts_E.view(n_ranks, -1)
     received_RL = _wait(_start(counts_E, None, None, group)).view(n_ranks, -1)
@@ -113,15 +113,15 @@ def _exchange(experts: Experts, group: dist.ProcessGroup, x_MD: Tensor, scores_M
 
 
 def _transposed(counts_AB: Tensor, n_rows: int) -> Tensor:
-    """Return the permutation from rows sorted by (a, b) to rows sorted by (b, a). `counts_AB`: rows for each (a, b)."""
+    """Return the permutation from rows sorted by (a, b) to rows sorted by (b, a). `counts_AB`: rows per (a, b)."""
     n_a, n_b = counts_AB.shape
     b_of_row = torch.arange(n_b, device=counts_AB.device).repeat(n_a)
     return order_by_expert(b_of_row.repeat_interleave(counts_AB.flatten(), output_size=n_rows), n_b)
 
 
 class _Exchange:
-    """Sends rows between R ranks with L experts each. `sent` and `received`, [R][L]: how many rows this rank sends to
-    each rank's experts, and how many rows it receives from each rank for each of its own experts."""
+    """Sends rows between R ranks with L experts each. `sent` and `received`, [R][L]: how many rows this rank sends for
+    each rank's experts, and receives from each rank for its own experts."""
 
     def __init__(self, group: dist.ProcessGroup, sent: list[list[int]], received: list[list[int]]):
         self.group, both = group, (sent, received)
@@ -132,13 +132,13 @@ class _Exchange:
         return scores.split([sum(sizes) for sizes in self.received_LR])
 
     def send_rows(self, x_MD: Tensor) -> list[Tensor]:
-        """Start to send all rows. Return, for each expert of this rank, its rows in flight, for which to `_wait`."""
+        """Start to send all rows. Return the rows of each expert on this rank; call `_wait` before using them."""
         chunks = x_MD.split([sum(sizes) for sizes in self.sent_LR])
         sizes = zip(chunks, self.received_LR, self.sent_LR, strict=True)
         return [_start(x, received, sent, self.group) for x, received, sent in sizes]
 
     def return_rows(self, number: int, y: Tensor, out_MD: Tensor) -> dist.Work:
-        """Start to return the results of this rank's expert `number`, and to receive results in `out_MD`."""
+        """Start to send back the results of this rank's expert `number`, and to receive results in `out_MD`."""
         out = out_MD.split([sum(sizes) for sizes in self.sent_LR])[number]
         sent, received = self.received_LR[number], self.sent_LR[number]
         return dist.all_to_all_single(out, y, received, sent, group=self.group, async_op=True)
@@ -149,7 +149,7 @@ def _send(
     w1: Tensor, _: Tensor, w3: Tensor, *biases: Tensor,
 ) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
     """Send rows and scores to the ranks of their experts, and multiply the rows there by w1 and w3 while later rows are
-    in flight. Return the received scores and, by expert, the received rows and both products (plus biases)."""
+    in flight. Return the received scores and, by expert, the received rows and both products, biases added."""
     sent_scores = _start(scores_M[by_rank_M], exchange.received_R, exchange.sent_R, exchange.group)
     arriving = exchange.send_rows(x_MD)
     scores, gates, ups = _wait(sent_scores)[by_expert], [], []
@@ -161,12 +161,10 @@ def _send(
 
 
 class _ExchangedExperts(torch.autograd.Function):
-    """Multiplies the products of _send by w2, and returns the results to the ranks that sent the rows. The backward is
-    that of _send and of this forward. While one expert computes, the results of earlier experts are in flight.
-
-    A split backward runs `backward` twice: for the gradients of rows, and for those of weights. Private API of torch:
-    torch._C._will_engine_execute_node (tried on torch 2.11 to 2.15).
-    """
+    """Combines the products of _send, multiplies them by w2, and sends the results back to the ranks that sent the
+    rows. The backward covers _send, too. While one expert computes, the results of earlier experts are in flight. A
+    split backward runs `backward` twice: for gradients of rows, and for gradients of weights. Private API of torch:
+    torch._C._will_engine_execute_node (tried on torch 2.11 to 2.15)."""
 
     @staticmethod
     def forward(
@@ -174,7 +172,7 @@ class _ExchangedExperts(torch.autograd.Function):
         rows: tuple[Tensor, list[Tensor], list[Tensor]],
         x_MD: Tensor, scores_M: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, *biases: Tensor,
     ) -> Tensor:  # fmt: skip
-        """Return the results [M, D]. `rows` has the scores and products of _send; the backward reads `kept`."""
+        """Return the results [M, D]. `rows` is the result of _send; the backward reads `kept`."""
         ctx.exchange, ctx.operators, ctx.clamp, ctx.keeper = exchange, operators, clamp, kept.grad_fn
         ctx.n_weights = 3 + len(biases)
         ctx.of_rows, ctx.of_weights = x_MD.grad_fn, w1.grad_fn
@@ -197,7 +195,7 @@ class _ExchangedExperts(torch.autograd.Function):
         arriving = exchange.send_rows(d_y_MD.contiguous())
         saved = ctx.keeper.saved_tensors
         weights, (scores, by_rank_M, by_expert, *rows) = saved[: ctx.n_weights], saved[ctx.n_weights :]
-        nodes = ctx.of_rows, ctx.of_weights  # autograd nodes; frozen weights have None
+        nodes = ctx.of_rows, ctx.of_weights  # autograd nodes; None for frozen weights
         for_rows, for_weights = (node is not None and torch._C._will_engine_execute_node(node) for node in nodes)
         (w1, w2, w3, *biases), d_weights = weights, list(map(torch.empty_like, weights)) if for_weights else weights
         sent, d_scores, n = [], [], len(w1)
@@ -231,12 +229,12 @@ def _unsorted(x_M: Tensor, order_M: Tensor) -> Tensor:
 
 
 def _start(x: Tensor, received: list[int] | None, sent: list[int] | None, group: dist.ProcessGroup) -> Tensor:
-    """Start to exchange rows: `sent[r]` rows to rank r, and `received[r]` rows from rank r; None: equally many for all.
-    Private API of torch, whose result selective AC can save: _c10d_functional (tried on torch 2.11 to 2.15)."""
+    """Start to exchange rows: `sent[r]` rows to rank r, and `received[r]` rows from rank r; None: the same number for
+    all. Private API of torch: _c10d_functional, whose results selective AC can save (tried on torch 2.11 to 2.15)."""
     sizes = [len(x) // group.size()] * group.size()
     return torch.ops._c10d_functional.all_to_all_single(x, received or sizes, sent or sizes, group.group_name)
 
 
 def _wait(x: Tensor) -> Tensor:
-    """Have the operators that follow wait for a tensor in flight."""
+    """Let the following operators wait for a tensor in flight."""
     return torch.ops._c10d_functional.wait_tensor(x)

@@ -1,7 +1,5 @@
 """The router scores the experts and chooses K for each token, in float32, or in float64 for a float64 model.
-
-Shapes: N tokens, D model width, E experts, K experts per token, G groups of experts.
-"""
+Shapes: N tokens, D model width, E experts, K experts per token, G groups of experts."""
 
 from typing import Any
 
@@ -13,12 +11,10 @@ from titanlite.config.schema import Model
 
 
 class Router(nn.Module):
-    """Returns each token's experts and their scores, and balances the experts' load. Of experts with equal scores, the
-    one with the smaller number is chosen, so that the layout does not change the choice.
-
-    The backward adds to `record` each expert's number of tokens and sum of scores, and the sum of the z-loss. Recording
-    in the backward excludes validation, and counts a forward repeated by activation checkpointing once.
-    """
+    """Returns each token's experts and their scores, and balances the experts' load. Among equal scores, the expert
+    with the smaller index is chosen, so that the layout does not change the choice. The backward adds to `record` each
+    expert's number of tokens and sum of scores, and the sum of the z-loss. Thus validation is not recorded, and a
+    forward that activation checkpointing repeats is recorded once."""
 
     def __init__(self, model: Model):
         super().__init__()
@@ -26,9 +22,9 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(self.n_experts, model.dim))
         self.bias = nn.Parameter(torch.empty(self.n_experts)) if self.moe.router_bias else None
         self.register_buffer("balance_bias", torch.zeros(self.n_experts) if self.moe.balance_bias else None)
-        self.register_buffer("load", torch.zeros(self.n_experts, dtype=torch.int64))  # tokens per expert, last step
+        self.register_buffer("load", torch.zeros(self.n_experts, dtype=torch.int64))  # last step's tokens per expert
         self.register_buffer("record", torch.zeros(2 * self.n_experts + 1, dtype=torch.float64), persistent=False)
-        self.contributes = True  # whether this rank records the load of tokens that several ranks route
+        self.contributes = True  # whether this rank records tokens that several ranks route
         self.tokens_per_step, self.loss_scale = 1.0, 1.0
 
     def reset_buffers(self, device: torch.device) -> None:
@@ -54,16 +50,16 @@ class Router(nn.Module):
         return scores_NK * self.moe.score_scaling, experts_NK, counts_E
 
     def local_weights(self) -> list[Tensor]:
-        """Return the weight, and any bias, as plain tensors. Parallelism replaces `local_weights`."""
+        """Return the weight, and any bias, as plain tensors. Parallelism replaces this method."""
         return list(self.parameters())
 
     def _balanced(self, scores_NE: Tensor, logits_NE: Tensor, counts_E: Tensor) -> Tensor:
         """Return the scores, with a backward that records the load and adds the gradients of the auxiliary losses. The
         losses are divided by the tokens of the global batch, because gradients are summed over ranks, not averaged."""
-        sums_E = (scores_NE / scores_NE.sum(-1, keepdim=True)).sum(0)  # each token's scores sum to 1
+        sums_E = (scores_NE / scores_NE.sum(-1, keepdim=True)).sum(0)  # normalized: each token's scores sum to 1
         loss = z_loss = sums_E.new_zeros(())
         if self.moe.balance_loss_weight:
-            load_E = self.load.where(self.load.any(), 1).to(sums_E.dtype)  # equal loads in the first step
+            load_E = self.load.where(self.load.any(), 1).to(sums_E.dtype)  # loads count as equal in the first step
             shares_E = load_E / load_E.sum()
             loss = loss + self.moe.balance_loss_weight * self.n_experts * (shares_E * sums_E).sum()
         if self.moe.z_loss_weight:
@@ -85,7 +81,7 @@ class Router(nn.Module):
 
 
 def _largest(scores: Tensor, n: int) -> Tensor:
-    """Return the indices of the n largest scores of each row, the largest first. torch.topk leaves ties unordered."""
+    """Return the indices of the n largest scores of each row, the largest first. (torch.topk does not order ties.)"""
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :n]
 
 

@@ -1,1 +1,1 @@
-"""Replica groups, any of which may die, connected by torchft (torchft.py)."""
+"""Replica groups, any of which may fail, connected by torchft (torchft.py)."""

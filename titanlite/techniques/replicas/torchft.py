@@ -1,9 +1,7 @@
-"""Replica groups that may die: launches of the same config that torchft (github.com/pytorch/torchft) connects.
-
-A torchft Manager connects each rank with the ranks of the same number in the other groups. In each step, participants
-sum their token counts and gradients, so the step equals a single process's step on all samples. If a group dies during
-a step, the other groups take the step again. A group that returns copies the state and the step of a participant.
-"""
+"""Replica groups that may fail: launches of the same config that torchft (github.com/pytorch/torchft) connects. A
+torchft Manager connects each rank with the ranks of the same number in the other groups. In each step, participants sum
+their token counts and gradients, so the step equals a single process's step on all samples. If a group fails during a
+step, the other groups take the step again. A group that returns copies a participant's state and step number."""
 
 import itertools
 import json
@@ -41,12 +39,12 @@ from titanlite.train_step import OneGroup, SavedState, Totals, sum_over_ranks
 BUCKET_ELEMENTS = 2**24
 """Number of gradient elements that are summed over the groups at a time."""
 ATTEMPT = timedelta(seconds=20)
-"""How long a group waits for other groups before it checks whether it was asked to stop."""
+"""Interval at which a group that waits for other groups checks whether it was asked to stop."""
 ATTEMPTS_BEFORE_STOP = 2
-"""Number of failures of a step after which a group that is asked to stop ends without completing the step."""
+"""Number of failed attempts at a step after which a group that is asked to stop ends without completing the step."""
 WAITING = "waiting for other replica groups"
 MODULUS = 2**53
-"""Hashes that groups compare are below MODULUS, because float64 represents every integer up to it."""
+"""Hashes that groups compare are below this number: float64 represents all integers up to it."""
 History = Annotated[list[tuple[int, int, list[int]]], Field(max_length=1_000_000)]
 """The participants of past steps, as (first step, quorum, participants)."""
 
@@ -58,16 +56,16 @@ class GroupState(Enum):
 
 
 class Ballot(NamedTuple):
-    """What a group announces before a step: its row of a table with a row for each group. Groups sum their tables."""
+    """A group's row in a table by which groups compare their states before a step. The table is summed over groups."""
 
     groups: float
-    """How many groups have this group's number; more than 1 is an error."""
+    """Number of groups with this group's number; more than 1 is an error."""
     tokens: float
     is_member: float
     """Whether the group has taken part in a step."""
     identity: float
     state: float
-    """Hash of the group's weights and optimizer states; 0 if the quorum has not changed since the previous step."""
+    """Hash of the group's weights and optimizer states; 0 if the quorum is unchanged since the previous step."""
 
 
 class Replicas(OneGroup):
@@ -110,7 +108,7 @@ class Replicas(OneGroup):
         self._groups = (torchft.ProcessGroupNCCL if self.device.type == "cuda" else torchft.ProcessGroupGloo)(
             timedelta(milliseconds=section.process_group_timeout_ms)
         )
-        self._ranks = dist.new_group(backend="gloo")  # a process group of its own, whose timeout `_join` sets
+        self._ranks = dist.new_group(backend="gloo")  # a separate process group, whose timeout `_join` sets
         place: list[Any] = [socket.gethostname(), 0]
         if dist.get_rank() == 0:
             self._store = dist.TCPStore(*place, is_master=True, wait_for_workers=False)
@@ -155,8 +153,8 @@ class Replicas(OneGroup):
         return {"batches_of_groups": self.manager.batches_committed(), "history": self._history}
 
     def steps(self, last_step: int, last: int) -> Iterator[int]:
-        """Yield the number of each step until `last` has been taken. A failed step is yielded again, with the state of
-        before the step. Raises TrainingError if the group was asked to stop while it waited for other groups."""
+        """Yield the number of each step until `last` has been taken. After a failure, the state is restored, and the
+        step is yielded again. Raises TrainingError if the group was asked to stop while it waited for other groups."""
         while self.manager.current_step() < last:
             self._join()
             if self.manager.current_step() < last:  # `_join` may have copied the state of `last` from another group
@@ -164,10 +162,8 @@ class Replicas(OneGroup):
 
     def _join(self) -> None:
         """Wait for the quorum of the next step, and copy another group's state if this group is behind. All ranks of
-        this group wait for each other; if a rank failed, all ranks copy the state again.
-
-        Private API of torchft: Manager._quorum_future keeps the error of a failed attempt (torchft-nightly 2026.10.26).
-        """
+        this group wait for each other; if a rank failed to copy, all ranks copy the state again. Private API of
+        torchft: Manager._quorum_future keeps the error of a failed attempt (torchft-nightly 2026.10.26)."""
         mark(WAITING, limited=False)
         set_group_timeout(self._ranks, self._timeout)
         failed = True
@@ -177,11 +173,11 @@ class Replicas(OneGroup):
                 if self._n_failures > 1:
                     time.sleep(1)
                 lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0")
-                # A lazy connection of gloo has no timeout, so the other groups would never notice a group that hangs.
+                # A lazy gloo connection has no timeout, so other groups would never notice a hanging group.
                 os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
                 try:
                     self.manager.start_quorum()
-                except Exception:  # raised if there are too few groups, or the lighthouse does not answer
+                except Exception:  # too few groups, or the lighthouse does not answer
                     failed, self.manager._quorum_future = True, None
                     if self._group_state is GroupState.RECOVERING:
                         raise
@@ -206,8 +202,7 @@ class Replicas(OneGroup):
     def count(self, valid: Tensor) -> None:
         """Sum a step's number of tokens over the participants, in place, and compare the groups' configs and weights.
         Does nothing between `totals` and the next step. Raises ConfigError if this group is new and does not fit the
-        other groups. Raises TrainingError if no group is new, and weights differ from those of a group of smaller
-        number."""
+        other groups; TrainingError if no group is new and weights differ from a group of smaller number."""
         if self._group_state is not GroupState.PARTICIPANT:
             return
         state, quorum = 0, self.manager._quorum_id
@@ -277,7 +272,7 @@ class Replicas(OneGroup):
     def _committed(self, step: int) -> bool:
         """Return whether all ranks of this group have all sums of a step; if not, print that the step is repeated."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # before WAITING, so that the watchdog limits the wait for the device
+            torch.cuda.synchronize(self.device)  # the watchdog still limits this wait for the device
         self._group_state, error = GroupState.JOINING, self.manager.errored()
         mark(WAITING, limited=False)  # another group may be copying this group's state
         committed = self.manager.should_commit()
@@ -300,7 +295,7 @@ class Replicas(OneGroup):
         return True
 
     def final_step(self, step: int) -> int:
-        """Return the last step that this group has taken, or whose state it has copied from another group."""
+        """Return the last step that this group has taken, or whose state it copied from another group."""
         return self.manager.current_step()
 
     def metrics(self) -> dict[str, float]:
@@ -312,7 +307,7 @@ class Replicas(OneGroup):
         is_new, states = not self._optimizer.state, optimizer_tensors(self._model, self._optimizer)
         for name, state in states.items():
             if is_new and name.endswith(".step"):
-                state.zero_()  # optimizer_tensors creates states by a step without gradients, which counts as a step
+                state.zero_()  # undo the step that optimizer_tensors takes to create states
         return plain_tensors(model_tensors(self._model) | states)
 
     def _saved(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Search for the fastest layout with which a model fits a number of devices.
 
-Plans up to twelve layouts, prints the fastest ones and the reasons for the recommended layout, and with --write writes
-it as a config, which `titanlite plan` plans in detail. The search needs no GPU and takes minutes. After Ctrl-C, the
-result of the plans made by then is printed and written.
+Plans up to twelve layouts, and prints the fastest ones and the reasons for the recommended layout. --write writes the
+recommended layout as a config, which `titanlite plan` plans in detail. The search needs no GPU and takes minutes. After
+Ctrl-C, the result of the plans made by then is printed and written.
 
 Exit status: 0 a layout is recommended; 1 nothing fits, or the search was interrupted; 2 the options are wrong.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from titanlite.tools.advise.search_space import Task
 
 MOST_DEVICES = 2**14  # listing the candidate layouts of more devices would take minutes
-TOKENS = 4 * 2**20  # default tokens of an optimizer step, as Llama 2 and 3 with 7 to 70 billion parameters used
+TOKENS = 4 * 2**20  # tokens of an optimizer step by default, as for Llama 2 and 3 with 7 to 70 billion parameters
 
 
 def parse_options(argv: list[str]) -> Any:
@@ -44,7 +44,7 @@ def make_task(options: Any) -> Task:
     from titanlite.tools.advise.search_space import Task  # late import: --help need not wait for torch
 
     n_devices, sequences = options.gpus, max(1, options.global_batch // options.seq_len)
-    if sequences > n_devices:  # every data-parallel degree divides a multiple of n_devices
+    if sequences > n_devices:  # all data-parallel degrees divide a multiple of n_devices
         sequences -= sequences % n_devices
     device = find_device(options.device)
     return Task(options.model, options.seq_len, sequences, n_devices, options.device, device, options.float8)

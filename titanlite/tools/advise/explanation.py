@@ -11,7 +11,7 @@ from titanlite.tools.advise.search_space import CHECKPOINTING, GIB, LONG_SEQUENC
 from titanlite.tools.plan.report import GROUP_NAMES
 from titanlite.tools.plan.result import range_of, spread_of_difference
 
-MUCH_OVERLAPPED = 0.5  # least share of a step for which overlapped communication is mentioned
+MUCH_OVERLAPPED = 0.5  # overlapped communication is mentioned from this share of a step on
 
 
 def layout_table(search: Search, n_layouts: int) -> Table:
@@ -66,7 +66,7 @@ def explain(search: Search) -> list[str]:
 
 
 def _explain_doubts(search: Search, layout: PlannedLayout) -> list[str]:
-    """Return a line about layouts that, by their plans, may be as fast as a layout, and about how to find out."""
+    """Return a line that names other layouts that may be as fast as `layout`, and how to find out; or no line."""
     others = [(one, *spread_of_difference(layout.spread, one.spread)) for one in search.fitting() if one is not layout]
     doubts = [each for each in others if abs(each[0].seconds - layout.seconds) < each[1]]
     if not doubts:
@@ -87,7 +87,7 @@ def _describe(layout: PlannedLayout) -> str:
 
 
 def _explain_degrees(search: Search, layout: PlannedLayout) -> list[str]:
-    """Return a line each for tensor, pipeline, data, context and expert parallelism."""
+    """Return a line for each of tensor, pipeline, data, context and expert parallelism."""
     length, candidate, mesh = search.task.seq_len, layout.candidate, layout.candidate.mesh
     ring, n_microbatches = mesh.cp // mesh.ulysses, candidate.local_batch // candidate.microbatch
     share = layout.shares.get("exposed communication", 0) / layout.seconds
@@ -137,7 +137,7 @@ def _explain_checkpointing(search: Search, layout: PlannedLayout) -> str:
 
 
 def _compare_with_baseline(search: Search, layout: PlannedLayout) -> str:
-    """Return how the layout differs from the heuristic baseline, and how much faster it is."""
+    """Return a line that compares the layout with the heuristic baseline: how much faster it is, and why."""
     baseline, sequences = search.baseline, search.task.sequences
     if layout.candidate.mesh == baseline:
         return f"This is the heuristic baseline: {baseline}."

@@ -9,7 +9,7 @@ from titanlite.tools.plan.planner import FRAGMENTATION, overhead_bytes
 
 
 def estimate_bytes(task: Task, candidate: Candidate) -> float:
-    """Return the bytes that the worst rank needs, from the model's dimensions alone: weights, gradients, optimizer
+    """Return an estimate of the worst rank's bytes, from the model's dimensions alone: weights, gradients, optimizer
     states, gathered weights, activations of microbatches in flight, logits, messages and non-tensor overhead."""
     mesh, model, schedule = candidate.mesh, task.model, candidate.schedule
     layer_weights, own_weights = _layer_weights(task, mesh)
@@ -18,24 +18,24 @@ def estimate_bytes(task: Task, candidate: Candidate) -> float:
     matrix = model.dim * model.vocab_size / mesh.tp
     shards = mesh.dp_shard * mesh.cp
     n_layers = model.n_layers
-    if mesh.pp > 1:  # stages count the embedding and the head as a layer each
+    if mesh.pp > 1:  # embedding and head count as a layer each
         n_layers = candidate.stages * math.ceil((n_layers + 2) / (mesh.pp * candidate.stages))
     weights, own_weights = n_layers * layer_weights, n_layers * own_weights
     if mesh.pp == 1:
         own_weights += (1 if model.tie_embeddings else 2) * matrix / shards
-        # Two layers are gathered at a time, and the gradients of one are reduced.
+        # FSDP has the gathered weights of two layers at a time, and the unsharded gradients of one layer.
         gathered = max(4 * layer_weights, 2 * matrix) + max(6 * layer_weights, 6 * matrix)
         in_flight, messages = n_layers, 0.0
     else:
-        # During a gradient accumulation step, weights stay gathered and gradients unsharded.
+        # A pipeline's weights stay gathered, and its gradients unsharded, during a gradient accumulation step.
         gathered = weights * (2 + 4)
         n_microbatches = candidate.local_batch // candidate.microbatch
         in_flight = n_layers / candidate.stages * _forwards_in_flight(candidate, n_microbatches)
-        # Count receive buffers of each stage in both directions and, except under 1F1B, sent messages.
+        # Each stage has receive buffers in both directions and, except under 1F1B, keeps sent messages.
         messages = 2 * tokens * model.dim * n_microbatches * (2 if schedule == "1F1B" else 3.5 * candidate.stages)
         if schedule in SPLIT_BACKWARD:
             gathered += mesh.pp * n_layers / candidate.stages * between
-    # A logit and its gradient share 2 bytes if the loss is compiled; otherwise intermediate results take 8 bytes more.
+    # A compiled loss has 2 bytes for a logit and its gradient; an uncompiled loss has intermediate results of 8 more.
     logits = (2 if candidate.compiled else 10) * matrix / model.dim * tokens * mesh.tp / candidate.loss_chunks(task)
     total = own_weights * STATE_BYTES + gathered + in_flight * saved + max(working, logits) + messages
     degrees = [mesh.pp, mesh.dp_replicate, shards, mesh.tp, mesh.cp // mesh.ulysses, mesh.ulysses]
@@ -44,7 +44,7 @@ def estimate_bytes(task: Task, candidate: Candidate) -> float:
 
 
 def _forwards_in_flight(candidate: Candidate, n_microbatches: int) -> float:
-    """Return the most stage forwards whose backward has not run yet, on the first rank, which has the most."""
+    """Return the largest number of stage forwards of a rank whose backward has not run yet: that of the first rank."""
     pp, stages = candidate.mesh.pp, candidate.stages
     if candidate.schedule in V_SHAPED:
         return min(2 * pp, 2 * n_microbatches)
@@ -53,7 +53,7 @@ def _forwards_in_flight(candidate: Candidate, n_microbatches: int) -> float:
 
 
 def _layer_weights(task: Task, mesh: Mesh) -> tuple[float, float]:
-    """Return how many weights of a layer a rank gathers, and how many its shard has, as means over all layers."""
+    """Return how many weights of a layer FSDP gathers on a rank, and how many a rank's shard has: means over layers."""
     model, shards = task.model, mesh.dp_shard * mesh.cp
     matrices = 1 if model.tie_embeddings else 2
     total = (task.n_parameters - matrices * model.dim * model.vocab_size - model.dim) / model.n_layers
@@ -68,7 +68,7 @@ def _share_with_experts(model: Model) -> float:
 
 
 def _expert_values(task: Task, mesh: Mesh) -> float:
-    """Return how many 2-byte activations a token has in a layer of experts. Selective AC saves no such activations."""
+    """Return how many 2-byte activations of experts a token has, as a mean over layers. Selective AC saves none."""
     model, moe = task.model, task.model.moe
     if not moe.n_experts:
         return 0.0
@@ -80,8 +80,7 @@ def _expert_values(task: Task, mesh: Mesh) -> float:
 
 
 def _layer_bytes(task: Task, candidate: Candidate) -> tuple[float, float, float]:
-    """Return three numbers of bytes for a layer of a rank and one microbatch: saved for the backward, temporary
-    results, and saved between the halves of a split backward."""
+    """Return a layer's bytes per microbatch: saved for the backward, temporary, kept within a split backward."""
     mesh, model = candidate.mesh, task.model
     tokens = candidate.microbatch * task.seq_len / (mesh.cp * mesh.tp)
     dim, q_dim, kv_dim = model.dim, model.n_heads * model.head_dim, 2 * model.n_kv_heads * model.head_dim

@@ -2,9 +2,8 @@
 
 A closed-form estimate of memory drops layouts that do not fit, and the config's rules drop layouts that train.py would
 reject. The remaining layouts are planned (titanlite/tools/plan) a few at a time: the heuristic baseline, FSDP alone,
-then those that recompute least and split the model least. The last round plans variations of the fastest layouts. Every
-plan corrects the memory estimates of similar layouts. Only a layout that was planned is recommended.
-"""
+then the layouts that recompute least and split the model least. The last round plans variations of the fastest layouts.
+Every plan corrects the memory estimates of similar layouts. Only a layout that was planned is recommended."""
 
 import dataclasses
 import math
@@ -30,13 +29,13 @@ from titanlite.tools.plan.report import time_shares
 from titanlite.tools.plan.result import Spread
 
 ROUNDS, PLANS_PER_ROUND = 3, 4  # at most ROUNDS * PLANS_PER_ROUND layouts are planned, on any number of cores
-CLOSE = 1.03  # plans are not accurate enough to tell apart step times with a smaller ratio
+CLOSE = 1.03  # ratio of two step times below which plans cannot tell which layout is faster
 
 
 class PlannedLayout(NamedTuple):
     """The plan of a candidate: bytes of the worst rank, seconds of a step, tokens per second and device, and the share
-    of time that is pipeline bubble. `overlapped` is the part of the `communication` seconds that overlaps with
-    computation. `shares` is report.time_shares, `spread` a result.Spread. `problem` says why planning failed."""
+    of time that is pipeline bubble. `communication` are the seconds of all communication, `overlapped` those that
+    overlap with computation. `shares` is report.time_shares. `problem` says why planning failed."""
 
     candidate: Candidate
     bytes: int = 0
@@ -78,14 +77,13 @@ class Search:
         return size <= self.task.device.memory
 
     def fitting(self) -> list[PlannedLayout]:
-        """Return the planned layouts that fit, the fastest first; of equally fast ones, the simplest first."""
+        """Return the planned layouts that fit, fastest first; equally fast layouts are sorted by `_costs`."""
         fitting = [layout for layout in self.planned if not layout.problem and self.fits(layout.bytes)]
         return sorted(fitting, key=lambda layout: (round(layout.seconds, 3), _costs(layout.candidate)))
 
     def recommended(self) -> PlannedLayout:
-        """Return the layout to recommend among those whose step is within CLOSE of the fastest: the heuristic baseline,
-        since many have trained with it, or else the layout with the least communication, because communication is most
-        often slower than planned. At least one layout must fit."""
+        """Return the layout to recommend of those that take at most CLOSE times the fastest step: the heuristic
+        baseline, which many have used, or else the one with the least communication, often slower than planned."""
         fitting = self.fitting()
         close = [layout for layout in fitting if layout.seconds <= CLOSE * fitting[0].seconds]
         return min(close, key=lambda layout: (layout.candidate.mesh != self.baseline, layout.communication))
@@ -96,7 +94,7 @@ class Search:
         return min([*estimates, *(layout.bytes for layout in self.planned if not layout.problem)], default=math.inf)
 
     def remedy(self) -> str:
-        """Return a line on how many devices would do by the estimate, and on options that need less memory."""
+        """Return a line with the number of devices that the estimate asks for, and options that need less memory."""
         options = (
             'optimizer.state_dtype = "bfloat16" or training.enable_cpu_offload = true in a config need less memory'
         )
@@ -122,8 +120,8 @@ class Search:
         return corrected
 
     def next_round(self, *, last: bool) -> list[tuple[Candidate, LoadedConfig]]:
-        """Return the candidates to plan now, with their configs. The last round varies mesh, schedule, checkpointing
-        or precision of the fastest layouts; the rounds before it try new degrees."""
+        """Return the candidates to plan in the next round, with their configs. The last round varies mesh, schedule,
+        checkpointing or precision of the fastest layouts; earlier rounds try new degrees."""
         corrected, fitting = self.corrected_bytes(), self.fitting()
         order = sorted(
             (candidate for candidate in self._open if self.fits(corrected(candidate))),
@@ -145,11 +143,11 @@ class Search:
     def _priority(self, candidate: Candidate, fitting: list[PlannedLayout]) -> tuple:
         """Return a candidate's sort key. The heuristic baseline and FSDP alone come first. Candidates that split the
         model more than a fitting layout, and recompute no less, come last. Other candidates are sorted by how much they
-        recompute, then by how much they split: sequence before tensors before layers; then by batch, largest first.
+        recompute; then by how much they split the model, with splits of the sequence before splits of tensors, and
+        those before splits of layers; then by batch, largest first.
 
         For models with experts, splitting and batch size count before recomputing, because FSDP gathers all experts for
-        each batch and a token uses few. Expert parallel within a node comes first, then none, then over several nodes.
-        """
+        each batch and a token uses few. Expert parallel in a node comes first, then none, then over several nodes."""
         mesh, costs = candidate.mesh, _costs(candidate)
         first = mesh in (self.baseline, Mesh(1, 1, self.task.n_devices, 1, 1, 1))
         needless = any(
@@ -167,7 +165,7 @@ class Search:
 
 
 def _similarities(candidate: Candidate) -> list[tuple]:
-    """Return the keys that a candidate shares with candidates whose memory estimates err alike, the narrowest first."""
+    """Return keys of a candidate, most specific first. Candidates with a common key have similar errors of memory."""
     mesh, compiled, full = candidate.mesh, candidate.compiled, candidate.checkpointing == "full"
     return [(mesh, compiled, candidate.schedule, candidate.stages, full), (mesh, compiled), (mesh.pp > 1, compiled)]
 
@@ -177,12 +175,12 @@ def _degrees(candidate: Candidate) -> tuple[int, int, int]:
 
 
 def _split(candidate: Candidate) -> tuple[int, ...]:
-    """Return the degrees that the first rounds vary: those that split the model, and expert parallelism's."""
+    """Return the degrees that all rounds except the last vary: pp, cp, tp and ep."""
     return *_degrees(candidate), candidate.mesh.ep
 
 
 def _costs(candidate: Candidate) -> tuple[int, ...]:
-    """Return numbers that make a layout slower as they grow: activation checkpointing, degrees that split the model."""
+    """Return numbers that slow a layout down as they grow: mode of activation checkpointing, pp, cp and tp degrees."""
     return CHECKPOINTING.index(candidate.checkpointing), *_degrees(candidate)
 
 
@@ -203,8 +201,8 @@ def _variations(fitting: list[PlannedLayout], order: list[Candidate]) -> list[Ca
 
 
 def search(task: Task, *, show_progress: bool = False) -> Search:
-    """Plan the most promising candidates, and print progress to standard error if asked to. Ctrl-C ends the search,
-    which returns the plans made by then if a layout fits."""
+    """Plan the most promising candidates. If one of them fits, Ctrl-C ends the search early with the plans made so far;
+    otherwise KeyboardInterrupt is raised. show_progress prints progress to standard error."""
     result = Search(task)
     try:
         _plan_rounds(result, show_progress=show_progress)

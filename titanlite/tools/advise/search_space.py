@@ -18,10 +18,10 @@ from titanlite.tools.plan.planner import resolve
 GIB = 2**30
 SCHEDULES = (("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4), ("ZBVZeroBubble", 2))
 """Pipeline schedules to try, each with its stages per rank."""
-CHECKPOINTING = ("none", "selective", "full")  # modes of activation checkpointing, from least to most recomputed
+CHECKPOINTING = ("none", "selective", "full")  # modes of activation checkpointing, by recomputed work
 LONG_SEQUENCE, LOCAL_SEQUENCE = 32_768, 8192
 """The heuristic baseline splits sequences of more than LONG_SEQUENCE tokens into LOCAL_SEQUENCE tokens per device."""
-MOST_NODES = 4  # most nodes over which the experts of a layer are partitioned
+MOST_NODES = 4  # largest number of nodes over which the experts of a layer are partitioned
 STATE_BYTES = 16  # bytes per parameter: a weight, its gradient and two optimizer states in float32
 
 
@@ -31,7 +31,7 @@ class Task:
 
     flavor: str  # name of a size in titanlite/config/models.toml
     seq_len: int
-    sequences: int  # sequences of an optimizer step, equal for all layouts so that throughputs can be compared
+    sequences: int  # sequences of an optimizer step, equal for all layouts so that their throughputs are comparable
     n_devices: int
     device_name: str  # name in titanlite/metrics/devices.toml, or a TOML file
     device: devices.Device
@@ -128,7 +128,7 @@ class Candidate(NamedTuple):
             "activation_checkpoint": {"mode": self.checkpointing},
             "plan": {"device": task.device_name},
         }
-        if task.flavor != "debug":  # the debug model's tokens are bytes
+        if task.flavor != "debug":  # the debug model needs no tokenizer: its tokens are bytes
             sections["model"]["hf_assets_path"] = f"./assets/{task.flavor.partition('_')[0]}"
         changed = {
             name: {key: value for key, value in options.items() if value != getattr(getattr(defaults, name), key)}
@@ -143,8 +143,8 @@ def _divisors(number: int) -> list[int]:
 
 def meshes(task: Task) -> Iterator[Mesh]:
     """Yield all meshes whose degrees multiply to the number of devices, with tensor parallelism inside a node and the
-    sequences divided evenly over the data-parallel ranks. Weights are replicated only from 8 nodes on, and over groups
-    of full nodes: with fewer nodes, sharding over all of them costs little and saves memory."""
+    sequences divided evenly over the data-parallel ranks. Weights are replicated only on 8 nodes or more, and over
+    groups of full nodes; on fewer nodes, sharding over all nodes costs little and saves memory."""
     per_node = task.device.devices_per_node
     for tp in _divisors(math.gcd(task.n_devices, per_node)):
         for pp in (pp for pp in _divisors(task.n_devices // tp) if pp <= task.model.n_layers):
@@ -161,8 +161,7 @@ def meshes(task: Task) -> Iterator[Mesh]:
 
 
 def expert_degrees(task: Task, n_ranks: int) -> list[int]:
-    """Return the degrees of expert parallelism to try on n ranks: 1, the largest within a node that divides the experts
-    evenly, and degrees over at most MOST_NODES nodes."""
+    """Return the expert-parallel degrees to try on n ranks: 1, the largest within a node, some over several nodes."""
     within_node = math.gcd(n_ranks, task.device.devices_per_node, task.model.moe.n_experts)
     degrees = _divisors(math.gcd(n_ranks, task.model.moe.n_experts)) if task.model.moe.n_experts else [1]
     return [ep for ep in degrees if ep == 1 or within_node <= ep <= MOST_NODES * within_node]
@@ -175,14 +174,14 @@ def candidates(task: Task) -> Iterator[Candidate]:
         local_sequences = task.sequences // mesh.dp
         batches = [("1F1B", 1, size, size) for size in (1, 2, 4, 8) if local_sequences % size == 0]
         if mesh.pp > 1:
-            # With more gradient accumulation steps, the pipeline fills more often and keeps fewer messages in memory.
+            # With more gradient accumulation steps, a pipeline fills more often, and keeps fewer messages in memory.
             batches = [
                 (schedule, stages, local_sequences // steps, size)
                 for (schedule, stages), steps, size in itertools.product(SCHEDULES, (1, 2, 4, 8), (1, 2, 4))
                 if local_sequences % (steps * size) == 0
             ]
         for batch, checkpointing, float8 in itertools.product(batches, CHECKPOINTING, {False, task.float8}):
-            # A compiled block can neither split its backward nor have experts.
+            # A compiled block can neither split its backward nor contain experts.
             compiled = batch[0] not in SPLIT_BACKWARD and not task.model.moe.n_experts
             yield Candidate(mesh, *batch, checkpointing, compiled, float8)
 

@@ -1,1 +1,1 @@
-"""Calibration: measure how fast the devices at hand are, for the plan. The command is `titanlite calibrate`."""
+"""Measure how fast the devices at hand are, for the planner. The command is `titanlite calibrate`."""

@@ -1,9 +1,6 @@
 """Measure collectives by size, in the kinds of groups that a layout's axes form: neighbouring ranks of a node and, on
-several nodes, one rank of each node and all ranks.
-
-In a training step ranks compute between collectives. So each collective is timed after matrix products, and its time
-includes the wait of fast ranks for slow ones, and the time that threads take to wake up.
-"""
+several nodes, one rank of each node and all ranks. In a training step ranks compute between collectives. So each
+collective is timed after matrix products, including the wait for slow ranks and the waking of threads."""
 
 import warnings
 from collections.abc import Callable
@@ -20,8 +17,8 @@ LEAST_SECONDS = 1e-6  # lower bound of a collective's time, since a difference o
 
 
 def measure_collectives(timer: Timer, ranks_per_node: int) -> list[dict[str, object]]:
-    """Return the points (bytes, seconds) of each collective in each kind of group. Every rank must call this."""
-    # torch 2.13 renamed two of these collectives, and 2.11 lacks the new names.
+    """Return points (bytes, seconds) of each collective in each kind of group. Every rank must call this function."""
+    # Hide the warning that torch 2.13 renamed two of these collectives: torch 2.11 lacks the new names.
     warnings.filterwarnings("ignore", message=".*is deprecated. Please use", category=FutureWarning)
     world, results = dist.get_world_size(), []
     compute = _products(timer.device)
@@ -40,8 +37,8 @@ def measure_collectives(timer: Timer, ranks_per_node: int) -> list[dict[str, obj
 
 
 def kinds_of_groups(world: int, per_node: int) -> list[list[list[int]]]:
-    """Return the kinds of groups to measure, each as the ranks of all its groups. The groups have 2, 4, 8, ...
-    neighbours, all ranks of a node, one rank of each node, or all ranks."""
+    """Return the kinds of groups to measure, and for each kind the ranks of all groups of that kind. Groups have 2, 4,
+    8, ... neighbours, all ranks of a node, one rank of each node, or all ranks."""
     sizes = sorted({2**i for i in range(1, per_node.bit_length()) if 2**i <= per_node} | {per_node} - {1})
     kinds = [[list(range(first, first + n)) for first in range(0, world, n)] for n in sizes if world % n == 0]
     if world > per_node:
@@ -52,8 +49,8 @@ def kinds_of_groups(world: int, per_node: int) -> list[list[list[int]]]:
 
 
 def _products(device: torch.device) -> Callable[[], None]:
-    """Return a call of matrix products that take about as long as the computation between two collectives of a training
-    step. If ranks share a CPU's cores, ranks that compute longer also wait longer for each other."""
+    """Return a function that computes matrix products for about as long as a training step computes between two
+    collectives: ranks that share a CPU's cores wait longer for each other after longer computation."""
     rows, side, dtype = (4096, 4096, torch.bfloat16) if device.type == "cuda" else (1024, 256, torch.float32)
     left, right = (torch.randn(n, side, device=device).to(dtype) for n in (rows, side))
 
@@ -65,7 +62,7 @@ def _products(device: torch.device) -> Callable[[], None]:
 
 
 def call_of(name: str, size: int, group: dist.ProcessGroup, device: torch.device) -> Callable[..., Any]:
-    """Return a call of a collective over a full tensor of `size` bytes, or of a message from each rank to the next."""
+    """Return a function that runs a collective of `size` bytes or, for "send", a message from each rank to the next."""
     n, rank = group.size(), group.rank()
     elements = max(size // 4 // n, 1) * n
     full = torch.ones(elements, device=device)
@@ -90,7 +87,7 @@ def _pass_on(sent: Tensor, received: Tensor, rank: int, group: dist.ProcessGroup
 
 
 def measure_slowdown(timer: Timer) -> float:
-    """Return the fraction by which a matrix product is slower while an all-gather runs beside it; 0 on one rank."""
+    """Return the fraction by which a matrix product is slower during an all-gather; 0 on one rank."""
     if dist.get_world_size() == 1:
         return 0.0
     device = timer.device
@@ -111,7 +108,7 @@ def measure_slowdown(timer: Timer) -> float:
 
 
 def best_bandwidths(collectives: list[dict[str, object]]) -> dict[str, float]:
-    """Return the best bandwidths of an all-gather within a node and between nodes: bytes/s that a rank receives."""
+    """Return the best bandwidth of an all-gather, in bytes/s that a rank receives, by whether its group spans nodes."""
     best: dict[bool, float] = {}
     for row in collectives:
         if row["name"] == "all_gather":

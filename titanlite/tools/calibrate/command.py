@@ -5,9 +5,9 @@
 
 Measures matrix multiplication by shape, attention by length, memory-bound operators by size, the host's time to
 dispatch an operator, each collective by size within a node and between nodes, the host's memory and its link to the
-device, and with --checkpoint-folder how fast a checkpoint is written there. Takes one to three minutes, in which
-nothing else should run. Writes FILE.toml: `titanlite plan CONFIG --plan.device=FILE.toml` plans with it. Ranks on a CPU
-share its cores, so calibrate with as many ranks as the run will have.
+device, and with --checkpoint-folder how fast a checkpoint is written to DIR. Takes one to three minutes, in which
+nothing else should run. Writes FILE.toml, for `titanlite plan CONFIG --plan.device=FILE.toml`. Ranks on a CPU share its
+cores, so calibrate with as many ranks as the run will have.
 
 Exit status: 0 the file is written; 2 the arguments are wrong; 1 anything else.
 """
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> int:
-    """Run `titanlite calibrate`: on the ranks that torchrun has started, or on ranks of this node that it starts."""
+    """Run `titanlite calibrate` on torchrun's ranks, or start ranks on this node. Returns the exit status."""
     usage = "titanlite calibrate FILE.toml [--ranks N] [--checkpoint-folder DIR]"
     parser = Parser(usage, __doc__)
     parser.add_argument("file", type=new_file, metavar="FILE.toml", help="the file to write")
@@ -54,7 +54,6 @@ def main(argv: list[str]) -> int:
     if ranks > 1 and not launched:
         options = ["--checkpoint-folder", str(folder)] if folder else []
         return 1 if run_on_ranks(ranks, ["calibrate", str(file), *options]) else 0
-    # Late imports: torch takes seconds to import, and --help and wrong arguments do not need it.
     from titanlite.launch.process import retain_freed_memory
     from titanlite.launch.process_group import device_of, process_group
     from titanlite.tools.calibrate.measure import measure_device
@@ -76,7 +75,7 @@ def main(argv: list[str]) -> int:
 
 
 def write(device: Device, file: Path) -> None:
-    """Write a device as a TOML file that `plan.device` can name."""
+    """Write a device as a TOML file for `plan.device`."""
     from titanlite.files.durable import replace_file
 
     values = device.model_dump(exclude_none=True)

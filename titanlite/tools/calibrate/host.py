@@ -1,7 +1,7 @@
-"""Measure how long the host takes to dispatch operators: forward and backward of a model so small that the operators
-themselves take almost no time, of plain tensors and of DTensors. In a training step on a CPU, large operators evict the
-dispatch's code and data from the caches. So a copy runs between the modules, and its time is subtracted. Every rank
-must call each measuring function."""
+"""Measure host memory, storage, and how long the host takes to dispatch operators: the time of a forward and backward
+of plain tensors and of DTensors, in a model so small that operators themselves take almost no time. In a training step
+on a CPU, large operators evict the dispatcher's code and data from the caches. So a copy that evicts caches runs
+between the modules, and the time of the copies is subtracted. Every rank must call each measuring function."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,14 +25,14 @@ from titanlite.torch_workarounds import ignore_warnings_of_views
 
 LEAST_SECONDS = 1e-7  # lower bound of a dispatch's time, since a difference of noisy measurements may be smaller
 UPDATED_VALUES, STORED_VALUES = 2**25, 2**24
-"""Elements of the weight that a rank's AdamW updates in host memory (more than caches hold), and of a saved weight."""
+"""Number of elements of the weight that AdamW updates in host memory (more than caches hold), and of a saved weight."""
 TINY = {"dim": 16, "n_layers": 4, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 16, "vocab_size": 16}
 
 
 def measure_dispatch(timer: Timer, operators: dict[str, list[list[float]]]) -> tuple[float, float]:
-    """Return the seconds to dispatch an operator, and the additional seconds of an operator on DTensors, without the
-    operators that it dispatches. `operators`: points (bytes, seconds) of measure_operators. On a CPU, operators run on
-    the host, so their own time is subtracted."""
+    """Return the seconds to dispatch an operator on plain tensors, and the seconds that an operator on DTensors takes
+    besides the operators that it dispatches. `operators`: points (bytes, seconds) of measure_operators. On a CPU,
+    operators run on the host, so the time of the operators themselves is subtracted."""
     mesh = init_device_mesh(timer.device.type, (dist.get_world_size(), 1), mesh_dim_names=("ranks", "one"))["one"]
     one = torch.ones(1, device=timer.device)
     collective = timer(lambda: dist.all_reduce(one, group=mesh.get_group()))
@@ -43,7 +43,7 @@ def measure_dispatch(timer: Timer, operators: dict[str, list[list[float]]]) -> t
         n, on_dtensors, own = _count(call, eviction, operators, collective)
         seconds = timer(call)
         if timer.device.type == "cpu":
-            call()  # now eviction.copies is the number of copies of one call
+            call()  # sets eviction.copies to the number of copies in one call
             seconds -= own + eviction.copies * copying
         per_operator = (seconds - n * results[0]) / on_dtensors if tensor_parallel else seconds / n
         results.append(max(per_operator, LEAST_SECONDS))
@@ -51,7 +51,7 @@ def measure_dispatch(timer: Timer, operators: dict[str, list[list[float]]]) -> t
 
 
 class Eviction:
-    """Evicts a core's caches by copying more than they hold. `copies` counts the copies of a training step."""
+    """Evicts a core's caches by copying more than they hold. `copies` counts the copies in a training step."""
 
     def __init__(self) -> None:
         self.source, self.copies = torch.ones(2**19), 0
@@ -85,8 +85,8 @@ def measure_host_link(timer: Timer) -> float:
 
 
 def measure_storage(timer: Timer, folder: Path, ranks_per_node: int) -> float:
-    """Return the bytes/s that all ranks of a node write to a folder as they write a checkpoint: with checksums, and
-    synced to the disk. Raises OSError if the folder cannot be written."""
+    """Return the bytes/s at which all ranks of a node together write to a folder, with checksums and synced to the disk
+    like a checkpoint. Raises OSError if the folder cannot be written."""
     tensor, file = torch.rand(STORED_VALUES), folder / f"calibrate-{dist.get_rank()}.tmp"
     slices = {"weight": (tensor, (0,), tuple(tensor.shape))}
     try:
@@ -124,8 +124,8 @@ def _training_step(
 def _count(
     call: Callable[[], object], eviction: Eviction, operators: dict[str, list[list[float]]], collective: float
 ) -> tuple[int, int, float]:
-    """Return how many operators a call dispatches (without the copies that evict), how many of them are on DTensors,
-    and the seconds that the operators themselves and the collectives take."""
+    """Return how many operators a call dispatches (without the evicting copies), how many of these operators are on
+    DTensors, and the seconds that the operators themselves and the collectives take."""
     call()  # FSDP's first step dispatches other operators
     with OpTrace() as trace:
         call()

@@ -1,4 +1,4 @@
-"""Measure the devices of all ranks, and return them as a device for `plan.device`."""
+"""Measure the devices of all ranks, for `plan.device`."""
 
 import os
 import platform
@@ -20,9 +20,9 @@ from titanlite.tools.calibrate.timing import Timer
 def measure_device(
     device: torch.device, *, ranks_per_node: int, checkpoint_folder: Path | None = None, show_progress: bool = False
 ) -> Device:
-    """Measure the device, and return it with the results, which are equal on all ranks. Every rank must call this
-    function. Values that cannot be measured (power; with one node, the network) are the data sheet's if the GPU is
-    known. Storage is measured in `checkpoint_folder`, which must exist."""
+    """Measure the devices of all ranks, and return one device with the results, equal on all ranks. Every rank must
+    call this function. Values that cannot be measured (power; with one node, the network) come from the data sheet of a
+    known GPU. Storage is measured in `checkpoint_folder`, which must exist."""
     timer, world = Timer(device), dist.get_world_size()
     with progress_bar("calibrate", total=7, unit="groups of measurements", enabled=show_progress) as advance:
 

@@ -16,23 +16,22 @@ from titanlite.tools.plan.op_trace import OpTrace, Work
 
 aten = torch.ops.aten
 SIDES = {"cpu": (64, 256, 1024, 4096), "cuda": (128, 512, 2048, 8192, 32768)}  # values of m, n and k
-MOST_FLOPS = {"cpu": 2e9, "cuda": 1e14}  # the limit of FLOPs of a product; attention may take four times as many
+MOST_FLOPS = {"cpu": 2e9, "cuda": 1e14}  # largest FLOPs of a measured matrix product; attention may have 4 times more
 LENGTHS = {"cpu": (128, 256, 512, 1024, 2048, 4096), "cuda": (512, 1024, 2048, 4096, 8192, 16384, 32768)}
 HEAD_DIMS = {"cpu": (16, 64, 128), "cuda": (64, 128)}
 TOKENS_TIMES_HEADS = {"cpu": 2**15, "cuda": 2**20}
 ELEMENTS = {"cpu": [2**i for i in range(10, 24, 2)], "cuda": [2**i for i in range(10, 30, 3)]}
 ROW = 256  # elements of a row; a reduction sums over a row
 UNCACHED = {"cpu": 2**26, "cuda": 2**28}
-"""Bytes of the operands among which an operator alternates, with its results: more than most caches hold, unless
-MOST_TURNS limits their number."""
-MOST_TURNS = 256
+"""Bytes of the operands and results among which a measured operator alternates: more than most caches hold."""
+MOST_TURNS = 256  # largest number of operands among which an operator alternates
 
 MEASURED_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def measure_matmul(timer: Timer) -> dict[str, list[list[float]]]:
-    """Return rows of m, n, k and FLOP/s, by data type. The rate is that of a linear layer's three products (output,
-    input gradient, weight gradient), which read operands in different orders; in bfloat16 on a CPU, the output's."""
+    """Return rows (m, n, k, FLOP/s) by data type. FLOP/s are over a linear layer's three products (output, input
+    gradient, weight gradient), which read operands in different orders; in bfloat16 on a CPU, over the first alone."""
     kind, rows = timer.device.type, {}
     for name, dtype in MEASURED_DTYPES.items():
         operands = RandomOperands(timer.device, dtype)
@@ -52,19 +51,17 @@ def _sizes(kind: str, most_flops: float) -> list[tuple[int, ...]]:
 
 
 class RandomOperands:
-    """Returns random tensors: views of one buffer, which grows to the largest request.
-
-    Each call of an operator takes other operands, since repeated operands stay in a cache, which is rare in a training
-    step. Operands are random, since a GPU is faster on zeros (less power).
-    """
+    """Returns random tensors, which are views of one buffer that grows to the largest request. A measured operator gets
+    other operands at each call: repeated operands would stay in a cache, which is rare in a training step. Operands are
+    random, since a GPU needs less power for zeros and is faster on them."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
         self.device, self.dtype = device, dtype
         self.buffer = torch.empty(0)
 
     def turns(self, *shapes: tuple[int, ...], result: int = 0) -> list[list[Tensor]]:
-        """Return lists of tensors of these shapes, so many that caches cannot hold them with a result of `result`
-        elements per list, but at most MOST_TURNS lists, so lists of small tensors may fit into a cache."""
+        """Return lists of tensors of these shapes. With a result of `result` elements for each list, the lists do not
+        fit into caches, unless the limit of MOST_TURNS lists makes them fit."""
         sizes = [math.prod(shape) for shape in shapes]
         size = (sum(sizes) + result) * self.dtype.itemsize
         n = min(math.ceil(UNCACHED[self.device.type] / size), MOST_TURNS)
@@ -77,7 +74,7 @@ class RandomOperands:
 
 
 def _in_turn(call: Callable[..., object], turns: Sequence[Sequence]) -> Callable[[], object]:
-    """Return a function that takes the next operands at each call, and keeps each result so that memory differs."""
+    """Return a function that calls `call` with the next operands, and keeps results so that each gets new memory."""
     numbers, results = itertools.cycle(range(len(turns))), [None] * len(turns)
 
     def next_turn() -> None:
@@ -98,8 +95,8 @@ def _product_seconds(timer: Timer, operands: RandomOperands, m: int, n: int, k: 
 
 
 def _scaled_product(operands: RandomOperands, m: int, n: int, k: int) -> Callable[[], object]:
-    """Return a call of the float8 product with one scale per tensor, as torchao calls it. Private: torch._scaled_mm
-    (with the arguments of torch 2.11 to 2.15; run on no GPU)."""
+    """Return a function that computes a float8 product with one scale per tensor, as torchao does. Private:
+    torch._scaled_mm (with the arguments of torch 2.11 to 2.15; run on no GPU)."""
     dtype, scale = torch.float8_e4m3fn, torch.ones((), device=operands.device)
     call = functools.partial(torch._scaled_mm, out_dtype=torch.bfloat16, use_fast_accum=True)
     pairs = operands.turns((m, k), (n, k), result=m * n)
@@ -130,7 +127,7 @@ def measure_attention(timer: Timer) -> tuple[list[list[float]], list[list[float]
 
 
 def measure_operators(timer: Timer) -> dict[str, list[list[float]]]:
-    """Return points (bytes, seconds) by operator. The bytes are those that an op trace counts."""
+    """Return points (bytes, seconds) by operator, with bytes as an op trace counts them."""
     kind, points = timer.device.type, {}
     dtype = torch.bfloat16 if kind == "cuda" else torch.float32
     pools = RandomOperands(timer.device, dtype), RandomOperands(timer.device, torch.float32)
@@ -148,7 +145,7 @@ def measure_operators(timer: Timer) -> dict[str, list[list[float]]]:
 
 
 class Operands(NamedTuple):
-    """Tensors of one shape. The last four tensors are float32: a weight, its gradient and its optimizer states."""
+    """Tensors of one shape; the last four are float32: a weight, its gradient and its optimizer states."""
 
     x: Tensor
     y: Tensor
@@ -159,7 +156,7 @@ class Operands(NamedTuple):
 
 
 def _work_of(call: Callable[[], object]) -> Work:
-    """Return the operator that a call runs; if it runs several, the one with the most bytes."""
+    """Return the operator that a call runs; of several operators, the one with the most bytes."""
     with OpTrace() as trace:
         call()
     works = [event for event in trace.segments[-1].events if isinstance(event, Work)]

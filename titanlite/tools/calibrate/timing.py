@@ -22,10 +22,9 @@ class Timer:
         self._barrier = self._mean(lambda: None, 1)
 
     def __call__(self, call: Callable[[], object]) -> float:
-        """Return the seconds of a call: the mean over five groups of calls, without the slowest group, so that frequent
-        delays count and rare ones do not. All ranks make equally many calls. All ranks begin a group together, and a
-        group ends with the last rank, as a step waits at a collective for the last rank. The time thus includes the
-        effects of shared resources and of unequal ranks. The first two calls do not count."""
+        """Return the seconds of a call: the mean over five groups of calls, without the slowest group, so that rare
+        delays do not count. All ranks make equally many calls, begin a group together, and end it with the last rank,
+        so the seconds include effects of shared resources and unequal ranks. The first two calls are not timed."""
         call()
         self._wait_for_all()
         begin = time.perf_counter()

@@ -1,1 +1,1 @@
-"""The command `titanlite diff` finds where two runs first differ, by their fingerprints."""
+"""`titanlite diff` finds where two runs first differ, by their fingerprints."""

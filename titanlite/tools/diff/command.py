@@ -3,7 +3,7 @@
 Prints the first tensor, in the order of computation, that differs by more than its inputs and the precision explain,
 and the distances of all modules in the tensor's step. The runs may have different layouts, precisions and machines, but
 must have the same model and batches. Exit status: 0 the runs agree; 1 they differ; 2 the runs or some tensors cannot be
-compared, because one run lacks them, or rounding alone may explain a difference as large as that of a wrong tensor.
+compared, because one run lacks tensors, or rounding would explain even the distance of a wrong tensor.
 """
 
 from pathlib import Path
@@ -25,14 +25,13 @@ def main(argv: list[str]) -> int:
     a, b = arguments.runs
     if missing := [str(run) for run in (a, b) if not run.is_dir()]:
         raise ConfigError([f"{run}: no such folder" for run in missing])
-    # Not at the top: importing torch takes seconds, which --help and wrong arguments need not wait for.
     from titanlite.tools.diff.compare import compare_runs
     from titanlite.tools.diff.report import judge, report
 
     steps = list(compare_runs(a, b))
     Console(highlight=False, soft_wrap=True).print(report(steps, a, b))
     if arguments.html:
-        from titanlite.tools.diff.figures import write_html  # imported here: matplotlib takes a second to import
+        from titanlite.tools.diff.figures import write_html  # late import: matplotlib takes a second
 
         write_html(steps, a, b, arguments.html)
         print(f"wrote {arguments.html}")

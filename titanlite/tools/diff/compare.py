@@ -1,8 +1,6 @@
-"""Compare the fingerprints of two runs: the distance of each tensor, and how much of the distance precision explains.
-
+"""Compare the fingerprints of two runs: the distance of each tensor, and how much of it the runs' precision explains.
 After a thousand steps the tensors of two right layouts may be far apart, but no tensor is much farther apart than its
-inputs. Each distance is therefore compared with the distances of the tensor's inputs (computation.py).
-"""
+inputs. Each distance is therefore compared with the distances of the tensor's inputs (computation.py)."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -20,34 +18,31 @@ from titanlite.techniques.fingerprints.sketch import N_PRODUCTS, distance
 from titanlite.tools.diff.computation import GRADIENT_NORM, inputs_of_entries, module_of
 
 GROWTH, LARGE, GROWTH_OF_OUTPUT = 32, 0.5, 12
-"""A tensor may differ by GROWTH times the distance of its inputs, or GROWTH roundings (measured between right layouts
-in 1,000 steps: 20 times, benchmarks/logs/fingerprints.log). A distance above LARGE may be at most GROWTH / 2 times that
-of the tensor's inputs (measured: 11 times). A block's output, which contains the block's input, may differ by
-GROWTH_OF_OUTPUT times the distance of its inputs (measured: 5 times)."""
+"""A tensor may differ by GROWTH times the distance of its inputs, or by GROWTH roundings (measured between right
+layouts in 1,000 steps: 20 times, benchmarks/logs/fingerprints.log). A distance above LARGE may be at most GROWTH / 2
+times the distance of the tensor's inputs (measured: 11 times). A block's output, which contains the block's input, may
+differ by GROWTH_OF_OUTPUT times the distance of its inputs (measured: 5 times)."""
 PRODUCTS_ONLY = {"float8": 4, "int8": 4}
-"""Roundings by which a tensor may differ, for types that round only the operands of a block's seven matrix products.
-Two right blocks are at most sqrt(14) roundings apart (measured: 1.4)."""
+"""Number of roundings by which a tensor may differ, for data types to which only the operands of a block's seven matrix
+products are rounded. Two right blocks are at most sqrt(14) roundings apart (measured: 1.4)."""
 GROWTH_OF_ROOT = 16
-"""The factor on the root of a distance d of inputs, for results in which a small difference becomes a large one in a
-fraction d of the elements: Adam takes a full step along a gradient of only rounding, and a router sends a token to
-another expert. The most that was measured is 7, with Muon in bfloat16, whose iteration magnifies small numbers."""
-LIKELY = 1e-3  # below this probability that a token goes to another expert, none is assumed to do so
+"""If the inputs have the distance d, some results may have the distance GROWTH_OF_ROOT * sqrt(d), since a fraction d of
+their elements differs fully: Adam takes a full step along a gradient of only rounding, and a router sends a token to
+another expert. The largest measured factor is 7, with Muon in bfloat16, whose iteration magnifies small numbers."""
+LIKELY = 1e-3  # routers count as equal below this probability of sending a token to another expert
 FACTOR, GROWTH_OF_FACTOR = 0.25, 8
 """If B = c A, |c - 1| / max(c, 1) may be FACTOR, or GROWTH_OF_FACTOR times the inputs' distance (measured: 4.4)."""
-MULTIPLE = 0.3
-"""B counts as a multiple of A if the norm of B - c A is at most this fraction of the norm of B."""
-FAR = 0.7
-"""Unrelated tensors are sqrt(2) apart, and fingerprints estimate less than FAR for one pair of 1,000."""
+MULTIPLE = 0.3  # B counts as a multiple of A if the norm of B - c A is at most this fraction of the norm of B
+FAR = 0.7  # unrelated tensors have the distance sqrt(2), and fingerprints estimate it below FAR for one pair in 1,000
 ZERO = 0.02
-"""A gradient below this fraction of one rounding of its module's largest gradient is zero except for rounding. Keys'
-biases without rotary embedding had gradients of 0.001 to 0.003 roundings in float64, float32 and bfloat16."""
+"""A gradient smaller than this fraction of one rounding of its module's largest gradient is only rounding. Biases of
+keys without rotary embedding had gradients of 0.001 to 0.003 roundings in float64, float32 and bfloat16."""
 SUMMED = 1e-13
-"""Largest relative distance of the fingerprints of equal tensors, whose float64 sums may have different orders."""
+"""Largest relative distance of the fingerprints of equal tensors, whose sums in float64 may have different orders."""
 ROUNDING = {
     **{name: torch.finfo(getattr(torch, name)).eps / 2 for name in ("float64", "float32", "bfloat16", "float16")},
     **{"float8": 2**-4 / math.sqrt(3), "int8": 2**-6, "int4": 2**-2},
-}
-"""Largest relative error of rounding, by type; for float8, PRODUCT_ERROR of tests/parallel/test_layouts.py."""
+}  # largest relative rounding error, by data type; float8's is PRODUCT_ERROR of tests/parallel/test_layouts.py
 Distances = Mapping[str, float]
 Descriptions = tuple[Description, Description]
 
@@ -58,10 +53,8 @@ class Entry(NamedTuple):
     name: str
     distance: float
     allowed: float
-    ratio: float
-    """The constant c if tensor B of the second run = c times A of the first; 1 if B = A, or B is no multiple of A."""
-    is_coarse: bool
-    """Whether rounding explains a distance so large that a wrong tensor would not be detected."""
+    ratio: float  # the c with B = c A for the tensors A and B of the two runs; 1 if B = A, or B is no multiple of A
+    is_coarse: bool  # whether rounding explains so large a distance that a wrong tensor would not be detected
 
     @property
     def differs(self) -> bool:
@@ -73,8 +66,7 @@ class Step(NamedTuple):
 
     number: int
     entries: list[Entry]
-    missing: tuple[list[str], list[str]]
-    """Names of the tensors that run A lacks, and of the tensors that run B lacks."""
+    missing: tuple[list[str], list[str]]  # names of the tensors that run A lacks, and of the tensors that run B lacks
     descriptions: tuple[Description, Description]
 
     @property
@@ -83,8 +75,7 @@ class Step(NamedTuple):
 
 
 def compare_runs(a: Path, b: Path) -> Iterable[Step]:
-    """Yield the comparison of each step of which both runs have fingerprints. Raises ConfigError if there is no such
-    step, a file is damaged, or the runs have global batches of different sizes."""
+    """Compare all common steps. Raises ConfigError if there is none, a file is damaged, or global batches differ."""
     steps_a, steps_b = file.steps_of(a), file.steps_of(b)
     if not (steps_a and steps_b):
         raise ConfigError([f"{b if steps_a else a}: no fingerprints; set debug.fingerprint_freq"])
@@ -110,7 +101,7 @@ def compare_runs(a: Path, b: Path) -> Iterable[Step]:
 def compare_step(
     a: Mapping[str, Tensor], b: Mapping[str, Tensor], descriptions: Descriptions, before: Distances, *, is_first: bool
 ) -> list[Entry]:
-    """Return the comparison of all common tensors of a step. `before`: distances of the previous step by name."""
+    """Compare all tensors of a step that both runs have. `before`: distances of the previous step, by name."""
     inputs = inputs_of_entries(a.keys() & b.keys())
     a, b = ({name: own[name] for name in inputs if name in own} for own in (a, b))
     a, b = (own | {GRADIENT_NORM: _gradient_norm(own)} for own in (a, b))
@@ -118,14 +109,14 @@ def compare_step(
     norms = {name: max(_norm(a[name]), _norm(b[name])) for name in inputs}
     limits, entries = _Limits(descriptions, norms, before, is_first=is_first), []
     used = {name: far for name, far in distances.items() if " ".join(name.split(" ")[:2]) not in limits.unused}
-    lists = {id(own): own for own in inputs.values()}  # each list of inputs once; many tensors share one
+    lists = {id(own): own for own in inputs.values()}  # the lists without repetitions: many tensors share a list
     largest = {key: max([used[each] for each in own if each in used], default=0.0) for key, own in lists.items()}
     for name, own in inputs.items():
         tensors, far, explained = (a[name], b[name]), distances[name], largest[id(own)]
         phase, _, tensor = name.partition(" ")
         allowed, is_weight = limits.allowed(name, explained), phase == "update" and " " not in tensor
         is_far = is_weight and f"input {tensor}" not in inputs
-        if is_weight and not is_far:  # compare the weight's change, since the weight itself is far larger
+        if is_weight and not is_far:  # compare changes of weights, since weights are far larger
             tensors = tuple(_change(each[f"input {tensor}"], each[name]) for each in (a, b))
             far = distance(*tensors)
             allowed += GROWTH * limits.of_weights * _norm(a[name]) / (max(map(_norm, tensors)) or 1)
@@ -138,7 +129,7 @@ def compare_step(
 
 
 class _Limits:
-    """How far two runs may be apart in each tensor of a step. `norms`: the larger of the two norms of each tensor."""
+    """The allowed distance of each tensor of a step. `norms`: the larger of a tensor's norms in the two runs."""
 
     def __init__(self, descriptions: Descriptions, norms: Distances, before: Distances, *, is_first: bool):
         self.norms, self.before, self.is_first = norms, before, is_first
@@ -161,7 +152,7 @@ class _Limits:
         """Parameters whose gradient is zero except for rounding."""
 
     def allowed(self, name: str, explained: float) -> float:
-        """Return the limit of a tensor's distance; for a weight's update, of the distance of unrounded changes."""
+        """Return the allowed distance of a tensor; for a weight's update, of the weight's change before rounding."""
         phase, _, tensor = name.partition(" ")
         if phase == "input":
             return self._allowed_of_input(tensor)
@@ -172,13 +163,12 @@ class _Limits:
         is_output = phase == "forward" and tensor != "loss"
         allowed = self._allowed_of_activation(explained, GROWTH_OF_OUTPUT if is_output else GROWTH)
         if phase == "gradient" and self.parameters.get(tensor):
-            # Small gradients of a block, such as those of queries and keys under nearly uniform attention, are
-            # differences of large numbers, and rounding is relative to the large numbers.
+            # Small gradients, as of queries under nearly uniform attention, contain the rounding of large numbers.
             allowed *= self.largest[module_of(tensor)] / self.norms[name]
         return allowed
 
     def _allowed_of_input(self, tensor: str) -> float:
-        """Return the limit of an input of a step. Later steps than the first compare tokens and router buffers only."""
+        """Return the allowed distance of a step's input. Only the first compared step compares weights and states."""
         if tensor in ("tokens", "targets") or self.is_first:
             return SUMMED if tensor in ("tokens", "targets") or self.same_weights_dtype else GROWTH * self.of_weights
         if " " in tensor or tensor in self.parameters or f"input {tensor}" not in self.before:
@@ -192,7 +182,7 @@ class _Limits:
 
 
 def _ratio(tensors: tuple[Tensor, ...], far: float, allowed: float, explained: float) -> tuple[float, float]:
-    """Return the constant c with B = c A, and the limit of the distance, lower if rounding does not explain c."""
+    """Return the c with B = c A, and the allowed distance, which is smaller if rounding does not explain c."""
     ratio = constant_ratio(*tensors, tolerance=allowed) if far > min(allowed, FACTOR) else 1.0
     factor = max(FACTOR, GROWTH_OF_FACTOR * explained)
     is_multiple = abs(ratio - 1) > factor * max(ratio, 1) and allowed < math.inf
@@ -220,6 +210,6 @@ def _norm(fingerprint: Tensor) -> float:
 
 
 def _change(before: Tensor, after: Tensor) -> Tensor:
-    """Return the fingerprint of the difference of two tensors, with a squared norm estimated from inner products."""
+    """Return the fingerprint of the difference of two tensors; its squared norm is an estimate from inner products."""
     products = after[1:] - before[1:]
     return torch.cat([products.square().mean()[None], products])

@@ -5,23 +5,21 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 
 GRADIENT_NORM = "gradient norm"
-"""The norm over all gradients, by which they are clipped. Fingerprint files lack this entry: compare.py computes it."""
+"""Name of the norm over all gradients, by which these are clipped; compare.py computes it, since files lack it."""
 BACKWARD_ORDER = (
     *(r"ffn_post_norm\.", r"feed_forward\.(.+\.)?w2", r"feed_forward\.", r"ffn_norm\."),
     *(r"attention_post_norm\.", r"attention\.wo", r"attention\.", r"attention_norm\."),
-)
-"""Patterns of the names of a block's parameters, in the order in which the backward computes their gradients."""
+)  # patterns of the names of a block's parameters, in the order in which the backward computes their gradients
 
 
 def inputs_of_entries(names: Collection[str]) -> dict[str, list[str]]:
-    """Return the inputs of each entry of a step, as entries among `names` or GRADIENT_NORM, in the order of
-    computation. For speed, entries with the same inputs share one list."""
+    """Return the inputs of each entry, in the order of computation. Entries with the same inputs share one list."""
     found, weights, states, updated = _grouped(names)
     of_module = defaultdict[str, list[str]](list)
     for name in sorted(found["gradient"], key=_backward_order):
         of_module[module_of(name)].append(f"gradient {name}")
     present, recorded = {*names, GRADIENT_NORM}, {*found["forward"], *found["backward"]} - {"loss"}
-    modules = in_order(recorded | of_module.keys() - {"output", "position_embeddings"})  # both lack a recorded output
+    modules = in_order(recorded | of_module.keys() - {"output", "position_embeddings"})  # without a recorded output
 
     def known(*entries: str) -> list[str]:
         return [each for each in entries if each in present]
@@ -48,12 +46,12 @@ def inputs_of_entries(names: Collection[str]) -> dict[str, list[str]]:
         of_all = known(f"gradient {weight}", GRADIENT_NORM)
         inputs |= {name: of_all + known(name.replace("update", "input", 1)) for name in entries if name.count(" ") > 1}
         inputs[f"update {weight}"] = [*of_all, *known(f"input {weight}"), *states[weight]]
-    inputs |= {name: [] for name in sorted(present - inputs.keys())}  # entries that no model of titanlite writes
+    inputs |= {name: [] for name in sorted(present - inputs.keys())}  # tensors that titanlite's models lack
     return {name: own for name, own in inputs.items() if name in present}
 
 
 def _grouped(names: Collection[str]) -> tuple[defaultdict[str, list[str]], ...]:
-    """Return the tensors of each phase, and the entries of each module's weights, each weight's states and update."""
+    """Return the tensors of each phase, the weights of each module, and the states and the update of each weight."""
     found, weights, states, updated = (defaultdict[str, list[str]](list) for _ in range(4))
     for name in in_order(names, lambda name: name.partition(" ")[2]):
         phase, _, tensor = name.partition(" ")
@@ -72,7 +70,7 @@ def _backward_order(parameter: str) -> int:
 
 
 def in_order(names: Iterable[str], tensor_of: Callable[[str], str] = str) -> list[str]:
-    """Sort names in the order of the model, unknown names last. `tensor_of` returns the module or tensor of a name."""
+    """Sort names in the model's order, unknown names last. `tensor_of` returns the module or tensor in a name."""
     first = ["tok_embeddings", "position_embeddings", "layers", "norm", "output"]
 
     def key(name: str) -> tuple[int, int, str]:

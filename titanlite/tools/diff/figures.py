@@ -1,4 +1,4 @@
-"""Write the comparison of two runs as one HTML page: figures of all distances and of the first step that differs."""
+"""Write the comparison of two runs as one HTML page, with figures of all steps and of the first step that differs."""
 
 import math
 from pathlib import Path
@@ -11,8 +11,8 @@ from titanlite.tools.diff.compare import Step
 from titanlite.tools.diff.report import PHASES, WORDS, judge, report
 from titanlite.tools.html_page import WIDTH, figure_style, page, printed, svg_figure
 
-SMALLEST = 1e-18  # smaller distances, also 0, are drawn as SMALLEST
-REPORT_WIDTH = 150  # columns of a terminal
+SMALLEST = 1e-18  # distances below this one, also 0, are drawn at this height
+REPORT_WIDTH = 150  # columns of the text
 PHASE_COLOURS = dict(zip(PHASES, ("#999999", "#4477aa", "#cc6677", "#ddaa33", "#117733"), strict=True))
 CAPTIONS = WORDS["captions"]
 
@@ -30,7 +30,7 @@ def write_html(steps: list[Step], a: Path, b: Path, target: Path) -> None:
 
 
 def step_figure(step: Step) -> Figure:
-    """Return a figure of a step's distances, and of the explained distances, in the order of computation."""
+    """Return a figure of a step's distances and allowed distances, in the order of computation."""
     figure = Figure(figsize=(WIDTH, 4.0), layout="constrained")
     axes, ring = figure.subplots(), {"markersize": 9, "fillstyle": "none", "color": "#b00020"}
     for phase, colour in PHASE_COLOURS.items():

@@ -19,19 +19,19 @@ WORDS = read_toml(str(Path(__file__).with_name("words.toml")))
 PHASES = tuple(WORDS["phases"])
 STYLES = ("green", "bold red", "yellow")  # style of the printed verdict, by exit status
 SMALLEST_RATIO = 1e-3
-"""The report looks for a layout that explains a ratio only if the ratio is farther from 1 than this."""
-MOST_NAMES = 5  # most tensors, or reasons, that a line of the report names
+"""The report says which numbers explain a ratio only if the ratio differs from 1 by more than this."""
+MOST_NAMES = 5  # largest number of tensors, or of reasons, in a line of the report
 
 
 def judge(steps: list[Step]) -> tuple[int, Step]:
-    """Return the exit status (1: tensors differ, 2: some cannot be compared, 0: all agree) and the deciding step."""
+    """Return the exit status (0: tensors agree, 1: some differ, 2: some are not comparable), and the step to show."""
     differs = next((step for step in steps if step.first), None)
     unknown = next((s for s in steps if any(s.missing) or any(entry.is_coarse for entry in s.entries)), None)
     return (1, differs) if differs else (2, unknown) if unknown else (0, steps[-1])
 
 
 def report(steps: list[Step], a: Path, b: Path) -> Group:
-    """Return the verdict on the steps of two runs, and the table of the deciding step."""
+    """Return the verdict on two runs, and the table of the first step with differing or incomparable tensors."""
     status, shown = judge(steps)
     lines = [f"A: {a}  {_described(shown.descriptions[0])}", f"B: {b}  {_described(shown.descriptions[1])}"]
     lacking = [(run, missing) for run, missing in zip("AB", shown.missing, strict=True) if missing]
@@ -70,14 +70,14 @@ def verdict_lines(steps: list[Step]) -> list[str]:
 
 
 def quantities(a: Description, b: Description) -> dict[str, float]:
-    """Return by name the numbers by which a run may have multiplied a gradient, for each run if the runs differ."""
+    """Return, by name, the numbers by which a run may have multiplied a gradient; unequal numbers of both runs."""
     same = dict(a.counts.items() & b.counts.items())
     both = [(f"{name} of {run}", name, value) for run, of in (("A", a), ("B", b)) for name, value in of.counts.items()]
     return same | {text: value for text, name, value in both if name not in same}
 
 
 def _table(step: Step) -> Table:
-    """Return the table of the largest distance of each module and phase. ! marks a distance that is not explained."""
+    """Return the table of the largest distance in each module and phase; ! marks unexplained distances."""
     table = Table("module", *PHASES, box=box.SIMPLE_HEAD, pad_edge=False)
     cells: dict[tuple[str, str], list[Entry]] = defaultdict(list)
     for entry in step.entries:

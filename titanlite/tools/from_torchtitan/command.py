@@ -14,7 +14,7 @@ from titanlite.tools.from_torchtitan.groups import convert
 
 
 def listing(rows: list[Row]) -> Table:
-    """Return a table of every key of the file with what became of the key, grouped by status."""
+    """Return a table that says what became of each key of the file, grouped by status."""
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("", no_wrap=True)
     table.add_column("torchtitan", overflow="fold", ratio=2)
@@ -30,7 +30,7 @@ def listing(rows: list[Row]) -> Table:
 
 
 def main(argv: list[str]) -> int:
-    """Write the config, and the listing to standard error. Return 0, or 2 if the resulting config is wrong."""
+    """Write the config, and the listing to standard error. Return 0; 2 if titanlite would reject the config."""
     if len(argv) not in (1, 2) or any(not name or name.startswith("-") for name in argv):
         raise ConfigError(["expected titanlite config --from-torchtitan FILE [TARGET.toml]"])
     source, *targets = argv
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
 
 
 def header(source: str, rows: list[Row], problems: list[str]) -> list[str]:
-    """Return the comments at the top of the config: the source file, the keys that titanlite lacks, and problems."""
+    """Return the comments at the top of the config: source file, unknown keys, keys not offered, and problems."""
     lacks = [row for row in rows if row.matters and row.status in (MISSING, UNKNOWN)]
     lines = [f"Converted from torchtitan's {show(source)} by titanlite config --from-torchtitan."]
     lines += [f"{row.status}: {row.source}: {row.note}" for row in lacks]

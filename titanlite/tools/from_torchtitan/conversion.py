@@ -1,8 +1,5 @@
-"""Convert the keys of a torchtitan file to options, and to the rows of the listing.
-
-keys.toml has the keys, defaults and models of torchtitan 0.2.2. A key that a file lacks has torchtitan's default, which
-is written as an option if titanlite's default differs.
-"""
+"""Convert the keys of a torchtitan file to options and to rows of the listing. keys.toml has torchtitan 0.2.2's keys,
+defaults and models. For a key that the file lacks, torchtitan's default is written if titanlite's differs."""
 
 import difflib
 from collections.abc import Iterator, Mapping
@@ -19,21 +16,20 @@ TAKEN, RENAMED, DEFAULT = "taken", "renamed", "torchtitan's default"
 MEANING_CHANGED, NOT_READ, MISSING, UNKNOWN = "meaning changed", "not read", "not offered", "unknown"
 STATUSES = (TAKEN, RENAMED, DEFAULT, NOT_READ, MEANING_CHANGED, MISSING, UNKNOWN)
 OPTIONS = options_of(Config)
-LARGEST = 2**53
-"""A number above any number in a config with which a run can start."""
+LARGEST = 2**53  # a number above any number in a config with which a run can start
 _TABLES = read_toml(str(Path(__file__).with_name("keys.toml")))
 
 
 class Missing(NamedTuple):
-    """A key of torchtitan without an option of titanlite, and the reason. With the value `off` nothing is lost. A key
-    without `off` has an effect only together with another missing key, which the listing names if it is on."""
+    """A key of torchtitan without an option of titanlite, and the reason. The conversion loses nothing of a key with
+    the value `off`. A key without `off` has an effect only if another missing key is on, which the listing names."""
 
     reason: str
     off: Any = None
 
 
 class Note(NamedTuple):
-    """A text about keys that a file sets, shown if all keys of `when`, and not all of `unless`, have these values."""
+    """A text about `keys`, shown if all keys of `when`, and not all keys of `unless`, have the values given there."""
 
     keys: list[str]
     text: str
@@ -43,10 +39,9 @@ class Note(NamedTuple):
 
 
 SAME = [f"{section}.{name}" for section, names in _TABLES["same"].items() for name in names]
-"""torchtitan's keys with an option of the same name in titanlite."""
+"""Keys of torchtitan whose option has the same name in titanlite."""
 NOTES = [Note(**values) for values in _TABLES["notes"]]
-DATASETS: dict[str, dict[str, Any]] = _TABLES["datasets"]
-"""titanlite's options, by torchtitan's name of the dataset."""
+DATASETS: dict[str, dict[str, Any]] = _TABLES["datasets"]  # titanlite's options, by torchtitan's name of the dataset
 DEFAULTS: dict[str, Any] = _TABLES["defaults"]
 """torchtitan's defaults of keys for which titanlite has another default or no option."""
 NOT_OFFERED = {key: Missing(**values) for key, values in _TABLES["not_offered"].items()}
@@ -54,8 +49,7 @@ OF_0_2: dict[str, str] = _TABLES["of_0_2"]
 """Old keys that a 0.2 release of torchtitan still reads, each with the key of 0.2.2 that replaced it."""
 MODELS: dict[str, dict[str, dict[str, Any]]] = _TABLES["models"]
 """titanlite's flavor and the options that differ from the flavor, by torchtitan's model.name and model.flavor."""
-DEEPSEEK_ORIGINAL_SEQ_LEN = 4096
-"""The largest training.seq_len with which torchtitan's DeepSeek-V3 has no YaRN."""
+DEEPSEEK_ORIGINAL_SEQ_LEN = 4096  # the largest training.seq_len with which torchtitan's DeepSeek-V3 has no YaRN
 WHATEVER_THE_FILE_SAYS: list[str] = _TABLES["whatever_the_file_says"]
 """Differences between torchtitan and titanlite for which torchtitan's file has no key."""
 
@@ -71,7 +65,7 @@ class Row(NamedTuple):
 
 
 class Conversion:
-    """The options to which a torchtitan file is converted, by name, each with the key that sets the option."""
+    """Collects the options to which a torchtitan file is converted, each with the key of torchtitan that sets it."""
 
     def __init__(self, values: dict[str, Any]):
         pairs = sorted(flat(values), key=lambda pair: _precedence(*pair))
@@ -96,7 +90,7 @@ class Conversion:
         return DEFAULTS[key] if key in DEFAULTS else OPTIONS[key].default if key in OPTIONS else None
 
     def number(self, key: str, default: float) -> Any:
-        """Return a key's value if it is a number above 0, or -1; otherwise return `default` (the schema reports it)."""
+        """Return a key's value if it is a number above 0, or -1; otherwise `default`: the schema reports the value."""
         value = self.get(key)
         return value if type(value) in (int, float) and (0 < value < LARGEST or value == -1) else default
 
@@ -109,7 +103,7 @@ class Conversion:
         self.options[option] = value, key
 
     def note(self, key: str, text: str, status: str = MEANING_CHANGED) -> None:
-        """Add a text about a key, and set the key's status unless `status` is "" or the key is MISSING already."""
+        """Add a text about a key, and set the key's status, unless `status` is "" or the present status is MISSING."""
         self.notes.setdefault(key, []).append(text)
         if status and self.statuses.get(key) != MISSING:
             self.statuses[key] = status
@@ -122,7 +116,7 @@ class Conversion:
         return all(show(self.get(key)) == show(value) for key, value in values.items())
 
     def unread(self, keys: list[str], reason: str) -> None:
-        """List keys that torchtitan does not read either, for a reason such as the value of another key."""
+        """List keys that torchtitan does not read either. `reason` says why, such as the value of another key."""
         for key in keys:
             self.note_if_set(key, reason, NOT_READ)
 

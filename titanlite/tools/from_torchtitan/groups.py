@@ -120,7 +120,7 @@ def _data(to: Conversion) -> None:
 
 
 def _dataset(kind: str, path: Any) -> dict[str, Any]:
-    """Return the options of a dataset of torchtitan. An unknown name is kept, and the schema reports it."""
+    """Return the options of a dataset of torchtitan. The schema reports an unknown name, so keep it."""
     if kind == "c4" and not path:
         return {"dataset": "c4", "streaming": True}
     return DATASETS.get(kind, {"dataset": kind}) | ({"dataset_path": path} if path else {})

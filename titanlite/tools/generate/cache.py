@@ -1,10 +1,9 @@
 """The KV cache stores keys and values of earlier tokens, so that a forward computes the new tokens only.
 
-CachedAttention replaces each block's inner attention. Each prompt takes a forward of its own, without padding. Each
-later forward adds one token to every sequence, at the sequence's own position.
+CachedAttention replaces each block's inner attention. A forward adds either one prompt, without padding, or one token
+to every sequence, at the sequence's own position.
 
-Shapes: B sequences, T tokens, S positions of the cache, H query heads, G KV heads, M = H / G, K head_dim.
-"""
+Shapes: B sequences, T tokens, S positions of the cache, H query heads, G KV heads, M = H / G, K head_dim."""
 
 from collections.abc import Iterable
 
@@ -21,13 +20,12 @@ class Step:
     sequence: int | None = None
     """Number of the sequence whose prompt the next forward adds; None: the forward adds one token to each sequence."""
     sequences_B: Tensor
-    positions_B: Tensor
-    """Position of each sequence's new token."""
+    positions_B: Tensor  # position of each sequence's new token
     keys: dict[int, tuple[slice, Tensor]]
-    """By sliding window: the positions that some sequence attends to, and the sequences' mask of them, [B, 1, 1, S]."""
+    """By sliding window: the positions to which any sequence attends, and the mask of each sequence, [B, 1, 1, S]."""
 
     def decode(self, positions: list[int], windows: Iterable[int], device: torch.device) -> None:
-        """Have the next forward add one token per sequence, at `positions`. `windows`: sliding windows; 0: none."""
+        """Make the next forward add one token per sequence, at `positions`. `windows`: sliding windows; 0: none."""
         self.sequence, self.sequences_B = None, torch.arange(len(positions), device=device)
         self.positions_B = torch.tensor(positions, device=device)
         end, last_B1 = max(positions) + 1, self.positions_B[:, None]
@@ -42,8 +40,8 @@ class Step:
 
 
 class CachedAttention(nn.Module):
-    """Attends to a prompt or, with one new token per sequence, to all cached tokens. The cache is initialized to zeros,
-    because the weight 0 of a masked key times a NaN in uninitialized memory would be NaN."""
+    """Computes attention within a prompt or, for one new token per sequence, over all cached tokens. The cache is
+    initialized to zeros: uninitialized memory may contain NaN, and a masked key's weight 0 times NaN is NaN."""
 
     def __init__(self, inner: nn.Module, step: Step, cache_2BGSK: Tensor):
         super().__init__()
@@ -59,7 +57,7 @@ class CachedAttention(nn.Module):
             return self.inner(q_BTHK, k_BTGK, v_BTGK)
         for cache_BGSK, x_BTGK in ((self.k_BGSK, k_BTGK), (self.v_BGSK, v_BTGK)):
             cache_BGSK[step.sequences_B, :, step.positions_B] = x_BTGK[:, 0]
-        # Query heads of a KV head take the dimension of queries, because few attention backends mask grouped queries.
+        # The query heads of a KV head become its queries, because few attention backends mask grouped-query attention.
         q_BGMK = q_BTHK[:, 0].unflatten(1, (k_BTGK.shape[2], -1))
         keys, mask_B11S = step.keys[self.inner.window]
         k_BGSK, v_BGSK = self.k_BGSK[:, :, keys], self.v_BGSK[:, :, keys]

@@ -5,7 +5,7 @@ taken), or a Hugging Face folder (config.json and safetensors). Each line of FIL
 ends in .jsonl, a JSON object with the key "prompt".
 
 Prints the text that follows each prompt, up to EOS or --max-new-tokens. Control characters except line feeds and tabs
-are escaped (\\x1b), so that no text commands a terminal. With --chat, each prompt is a user's message in the
+are escaped (\\x1b), so that no text can control a terminal. With --chat, each prompt is a user's message in the
 tokenizer's chat template, and the text is the assistant's answer. By default each token is the most likely one;
 --temperature draws tokens at random, but always the same tokens for the same --seed and prompt.
 
@@ -32,8 +32,8 @@ USAGE = """titanlite generate FOLDER ["prompt" ...] [--prompts FILE] [--chat] [-
            [--temperature T] [--top-k K] [--top-p P] [--seed S] [--batch-size B]
            [--dtype float32|bfloat16|float64] [--tokenizer FOLDER]
            [--tensor-parallel-degree N] [--expert-parallel]"""
-LARGEST_FILE = 2**26  # most characters of a prompts file
-LONGEST = 2**20  # most tokens of a prompt and its continuation together
+LARGEST_FILE = 2**26  # largest number of characters in a prompts file
+LONGEST = 2**20  # largest number of tokens of a prompt with its continuation
 SHARDED = ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
 """Options of a dense model that the tensor-parallel degree must divide."""
 
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
     if not (texts := [text_of(text, "prompt") for text in texts]):
         raise ConfigError(["command line: expected a prompt, or --prompts FILE with one; --help tells more"])
 
-    import torch  # imported here, so that --help and wrong arguments do not wait for the import
+    import torch  # late import: --help and wrong arguments need not wait
 
     from titanlite.data.tokenizer import continuation, encode_prompts
     from titanlite.tools.generate.folder import open_folder
@@ -86,7 +86,7 @@ def main(argv: list[str]) -> int:
     tokenizer = folder.tokenizer(arguments.tokenizer)
     stop = folder.stop_tokens(tokenizer)
     if arguments.chat:
-        from titanlite.techniques.data.chat_template import encode_questions  # imported here: only --chat needs it
+        from titanlite.techniques.data.chat_template import encode_questions  # late import: only for --chat
 
         prompts = tokenizer.call(encode_questions, texts)
         list(map(tokenizer.rows.require, texts, prompts))  # rejects a token without an embedding
@@ -116,8 +116,7 @@ def main(argv: list[str]) -> int:
 
 
 def read_prompts(file: Path) -> list[str]:
-    """Return the prompts of a file: its lines or, in a .jsonl file, the "prompt" of each line's JSON object. Raises
-    ConfigError as `read_lines` does, or if a line has no prompt."""
+    """Return a file's prompts: lines or, in .jsonl, each line's "prompt". Raises ConfigError for a line without one."""
     lines = read_lines(file, "--prompts ")
     if ".jsonl" not in file.suffixes:
         return lines
@@ -132,8 +131,8 @@ def read_prompts(file: Path) -> list[str]:
 
 
 def read_lines(file: Path, argument: str = "") -> list[str]:
-    """Return the lines of a file, which end as in training data. Raises ConfigError, with the argument that names the
-    file, if it cannot be read or has more than LARGEST_FILE characters."""
+    """Return the lines of a file, split as in training data. Raises ConfigError, which begins with `argument`, if the
+    file cannot be read or has more than LARGEST_FILE characters."""
     options, lines, size = Training(dataset="text", text_sample_by="line"), [], 0
     try:
         for row in read_rows(options, segment_of(options, file), ["text"]):
@@ -147,7 +146,7 @@ def read_lines(file: Path, argument: str = "") -> list[str]:
 
 
 def check_length(options: Model, longest: int, new: int, batch_size: int, itemsize: float) -> None:
-    """Raise ConfigError if the longest prompt and `new` tokens are too long for the model, or the KV cache of a batch
+    """Raise ConfigError if the longest prompt with `new` tokens is too long for the model, or the KV cache of a batch
     does not fit into a rank's memory. `itemsize`: bytes of a number in the cache, divided by the number of ranks."""
     import torch
 

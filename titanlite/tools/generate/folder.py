@@ -26,14 +26,11 @@ from titanlite.model import Llama
 class ModelFolder:
     """Describes the trained model of a folder. Only `load` reads the weights."""
 
-    path: Path
-    """Path of the Hugging Face folder, or of the checkpoint's step-N folder."""
+    path: Path  # path of the Hugging Face folder, or of the checkpoint's step-N folder
     options: Model
-    dtype: torch.dtype
-    """Data type of the weights."""
+    dtype: torch.dtype  # data type of the weights
     is_hugging_face: bool
-    config: dict[str, Any]
-    """Content of the run's config.toml; empty if the run has none."""
+    config: dict[str, Any]  # content of the run's config.toml; empty if the run has none
 
     def value(self, section: str, key: str) -> Any:
         """Return a value of the run's config.toml, or None if config.toml lacks the key."""
@@ -64,14 +61,14 @@ class ModelFolder:
         return build_tokenizer(self.tokenizer_path(choice)).fit(rows)
 
     def stop_tokens(self, tokenizer: Tokenizer) -> set[int]:
-        """Return the tokens that end a text: EOS and eos_token_id of generation_config.json, often an end of turn."""
+        """Return the tokens that end a text: EOS, and eos_token_id of generation_config.json, often an end of turn."""
         file = self.path / "generation_config.json"
         if not self.is_hugging_face or not file.exists():
             return {tokenizer.eos}
         return {tokenizer.eos, *token_ids(read_json_object(file), "eos_token_id", file)}
 
     def load(self, model: Llama) -> None:
-        """Fill a model's parameters. Every rank must call `load`. Raises ConfigError on all ranks if one fails."""
+        """Fill a model's parameters. Every rank must call `load`. If a rank fails, all ranks raise ConfigError."""
         load_weights(self.path, model, self.options)
 
 
@@ -96,7 +93,7 @@ def open_folder(folder: Path) -> ModelFolder:
 
 
 def _hf_dtype(folder: Path, options: Model) -> torch.dtype:
-    """Return the dtype of the embedding, which all weights share; float32 for a damaged file, which `load` rejects."""
+    """Return the dtype of the embedding, which all weights have; float32 for a damaged file, which `load` rejects."""
     files = tensor_files(folder)
     name = name_in(files, hf_name(EMBEDDING, options))
     try:

@@ -13,7 +13,7 @@ from titanlite.tools.generate.cache import attach_cache
 from titanlite.tools.generate.folder import ModelFolder
 
 Choose = Callable[[torch.Tensor, range], list[int]]
-"""A function that maps logits [B, V] and the range of the batch's prompts to the next token of each sequence."""
+"""Returns the next token of each sequence, given the logits [B, V] and the indices of the batch's prompts."""
 
 
 class Generator:
@@ -21,13 +21,12 @@ class Generator:
 
     Under tensor parallel every rank must make the same calls, and gets the same logits. Tensor parallel shards
     activations over tokens, so the number of tokens of a forward must be a multiple of the degree: prompts are padded
-    at their end, and batches with copies of the first sequence.
+    at their end, and batches are padded with copies of the first sequence.
 
     Args:
         mesh: the tensor-parallel ranks; None: this process alone.
-        expert_parallel: each rank of `mesh` has some of the experts, instead of a shard of each expert.
-        longest: number of tokens of the longest prompt.
-    """
+        expert_parallel: whether each rank of `mesh` has some of the experts, instead of a shard of each expert.
+        longest: number of tokens of the longest prompt."""
 
     def __init__(
         self,
@@ -58,7 +57,7 @@ class Generator:
         return -(-count // self.degree) * self.degree
 
     def generate(self, prompts: list[list[int]], stop: set[int], choose: Choose) -> Iterator[list[int]]:
-        """Yield the tokens that continue each prompt, without the final token of `stop`, batch by batch."""
+        """Yield, batch by batch, the tokens that continue each prompt, without the token of `stop` that ends a text."""
         for first in range(0, len(prompts), self.n_sequences):
             batch = prompts[first : first + self.n_sequences]
             yield from self._generate_batch(batch, range(first, first + len(batch)), stop, choose)

@@ -1,7 +1,4 @@
-"""Choose the next tokens from logits, greedily or at random.
-
-Shapes: B sequences, N tokens, D model width, V vocabulary.
-"""
+"""Choose the next tokens from logits, greedily or at random. Shapes: B sequences, V vocabulary."""
 
 import collections
 import dataclasses
@@ -16,22 +13,19 @@ from titanlite.init import parameter_seed
 class Sampling:
     """Describes how a token is drawn: temperature, then top-k, then top-p (nucleus sampling, arXiv:1904.09751)."""
 
-    temperature: float = 0.0
-    """Divides the logits; 0: the most likely token, always (greedy)."""
-    top_k: int = 0
-    """Draw from the k most likely tokens; 0: from all tokens."""
-    top_p: float = 1.0
-    """Draw from the smallest set of most likely tokens whose total probability is at least top_p."""
+    temperature: float = 0.0  # the logits are divided by this number; 0: always choose the most likely token (greedy)
+    top_k: int = 0  # draw from the k most likely tokens; 0: from all tokens
+    top_p: float = 1.0  # draw from the smallest set of most likely tokens whose total probability is at least top_p
     seed: int = 42
 
 
 def prompt_generators(prompts: list[str], seed: int) -> list[torch.Generator]:
-    """Return a random number generator for each prompt. A generator is seeded by `seed`, the prompt, and how often the
-    prompt came before, so a text does not depend on other prompts, and equal prompts get different texts."""
+    """Return a random number generator for each prompt, seeded by `seed`, the prompt, and how often the prompt occurred
+    before. So a text does not depend on other prompts, and equal prompts get different texts."""
     counts: collections.Counter[str] = collections.Counter()
     generators = []
     for prompt in prompts:
-        # repr, because the text of a command-line argument may be invalid UTF-8
+        # repr is valid UTF-8; the text of a command-line argument may not be
         generators.append(torch.Generator().manual_seed(parameter_seed(seed, f"{counts[prompt]}/{prompt!r}")))
         counts[prompt] += 1
     return generators
@@ -40,7 +34,7 @@ def prompt_generators(prompts: list[str], seed: int) -> list[torch.Generator]:
 def probabilities(logits_BV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """Return the probabilities with which tokens are drawn, in descending order (0 if excluded), and the tokens."""
     logits_BV, tokens_BV = logits_BV.double().sort(dim=-1, descending=True, stable=True)
-    logits_BV = (logits_BV - logits_BV[:, :1]) / sampling.temperature  # 0 is the largest: exp cannot overflow
+    logits_BV = (logits_BV - logits_BV[:, :1]) / sampling.temperature  # the largest logit is 0: exp cannot overflow
     if sampling.top_k:
         logits_BV[:, sampling.top_k :] = -torch.inf
     probabilities_BV = logits_BV.softmax(-1)

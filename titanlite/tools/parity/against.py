@@ -1,9 +1,9 @@
 """Compare the optimizer step of another program with the same step in one process in float64.
 
-The step is computed twice here: in float64, which is the reference, and with the other program's rounding. The distance
-between the two results says how large a difference rounding explains. Updated weights are compared with a step from the
-program's own gradients, if it wrote them, since Adam can turn rounding of a gradient into a step of full size.
-"""
+This module computes the step twice: in float64, which is the reference, and with the other program's rounding. The
+distance between the two results says how large a difference rounding explains. Updated weights are compared with an
+update from the other program's own gradients, if the program wrote them, since Adam can turn the rounding of a gradient
+into a step of full size."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ from titanlite.tools.parity.reference import token_losses
 from titanlite.tools.parity.routes import Routes, set_loads, with_balance_loss
 
 CPU = torch.device("cpu")
-CHUNK_LOGITS = 2**26  # most logits in memory at a time, half a GiB in float64; a single sequence may have more
+CHUNK_LOGITS = 2**26  # largest number of logits in memory at a time (0.5 GiB in float64), unless a sequence has more
 FLOAT64 = Dtypes(weights="float64", compute="float64", reduce="float64")
 Tensors = dict[str, Tensor]
 _scalar = functools.partial(torch.tensor, dtype=torch.float64)
@@ -47,15 +47,16 @@ class Pass(NamedTuple):
 
 
 def run_against(folder: Path) -> int:
-    """Print the comparison of a folder's recorded steps with float64. Return the exit status: 0 if rounding explains
-    all differences, 1 if not, 2 if it explains wrong factors. Raises ConfigError for a wrong folder, or infinities."""
+    """Compare the recorded steps in a folder with the same steps in float64, and print the comparison. Return the exit
+    status: 0 if rounding explains all differences; 1 if not; 2 if rounding would explain even a wrong factor. Raises
+    ConfigError if a file of the folder is wrong, or a result is NaN or infinite."""
     first, *second = read_steps(folder)
     statuses = [_report(folder, first), *(_report(folder / "second", each) for each in second)]
     return 1 if 1 in statuses else max(statuses)
 
 
 def _report(folder: Path, recorded: RecordedStep) -> int:
-    """Print the comparison with one step. Return its exit status."""
+    """Compare one recorded step, print the comparison, and return the exit status."""
     step, (n_sequences, seq_len) = recorded.step, recorded.tokens_BT.shape
     dtypes = ", ".join(f"{name} {dtype}" for name, dtype in step.dtypes.model_dump().items())
     print(f"{folder}: {printable(step.program) or 'a step of another program'}")
@@ -86,8 +87,8 @@ def _report(folder: Path, recorded: RecordedStep) -> int:
 
 
 def compare(recorded: RecordedStep, in_float64: Pass, as_theirs: Pass) -> dict[str, list[Row]]:
-    """Return the compared results of both programs as rows, by kind: "experts", "loss", "gradients", "gradient norm",
-    "updates". `as_theirs` has the rounding of the other program."""
+    """Return the rows that compare the two programs, by kind: "experts", "loss", "gradients", "gradient norm",
+    "updates". `as_theirs` is computed with the rounding of the other program."""
     step = recorded.step
     losses, loss, exact, routes = in_float64
     rounded_losses, rounded_loss, rounded, rounded_routes = as_theirs
@@ -97,10 +98,10 @@ def compare(recorded: RecordedStep, in_float64: Pass, as_theirs: Pass) -> dict[s
         rows = routes.rows(rounded_routes)
         groups["experts"] = [Row(f"experts of {name}", *both, _allowed(error)) for name, *both, error in rows]
     if step.loss is not None:
-        # A mean's rounding may happen to be zero, so take its bound, the mean of the tokens' roundings.
+        # The rounding error of a mean may be zero by accident, so take its bound, the mean of the tokens' errors.
         allowed = _allowed((rounded_losses - losses).abs().sum() / losses.sum())
         groups["loss"] = [Row("loss", _scalar(step.loss), loss, allowed, rounded_loss)]
-    # A gradient that is zero except for rounding in float64, such as that of keys' biases, has no digits to compare.
+    # A gradient that in float64 is only rounding, such as the gradient of keys' biases, has no digits to compare.
     not_zero = {name: rounded[name] for name, each in exact.items() if each.norm() > FLOAT64_TOLERANCE * norm}
     if recorded.gradients is not None:
         own, allowed_of = recorded.gradients, lambda x, ours: _allowed(relative(x, ours), norm / ours.norm())
@@ -117,12 +118,12 @@ def compare(recorded: RecordedStep, in_float64: Pass, as_theirs: Pass) -> dict[s
 
 
 def _compare_updates(recorded: RecordedStep, exact: Tensors, rounded: Tensors, not_zero: set[str]) -> list[Row]:
-    """Return what both optimizers added to the weights, ours from the other program's gradients if it wrote them."""
+    """Return rows that compare updates of weights. Ours start from the other program's gradients, if it wrote them."""
     dtype, own, before = getattr(torch, recorded.step.dtypes.weights), recorded.gradients, recorded.weights
     ours, theirs = updates(recorded, own or exact, torch.float64), updates(recorded, own or rounded, dtype)
     errors = {name: relative(theirs[name], ours[name]) for name in ours}
     if own is None:
-        # Adam turns rounding into a step of lr for few elements of any matrix, so allow the largest error of all.
+        # Adam turns rounding into a step of lr for few elements of some matrix: allow the largest error of a matrix.
         dims = {name: tensor.dim() for name, tensor in ours.items()}
         errors = {name: max(errors[each] for each in ours if dims[each] == dims[name]) for name in ours}
     theirs = {name: theirs[name] for name in not_zero}
@@ -137,23 +138,22 @@ def _norm(tensors: Tensors) -> Tensor:
 
 
 def _allowed(error: Tensor | float, magnitude: Tensor | float = 1.0) -> float:
-    """Return the relative distance that rounding explains. `error`: relative distance of the rounded step from the
-    float64 step; NaN if both steps are zero. `magnitude`: factor on float64's tolerance, at least 1, or NaN."""
+    """Return the relative distance that rounding explains. `error`: the relative distance of the rounded step from the
+    float64 step; NaN if both steps are zero. `magnitude`: a factor of at least 1 on float64's tolerance, or NaN."""
     factors = [ROUNDING_FACTOR * float(error), FLOAT64_TOLERANCE * float(magnitude), FLOAT64_TOLERANCE]
     return max(factor for factor in factors if math.isfinite(factor))
 
 
 def _error_of_sum(tensors: Tensors) -> float:
-    """Return the relative error of a norm whose squares are summed in float32, in the worst order: one after the other
-    within a tensor. torch adds squares in 8 lanes on a CPU."""
+    """Return the relative error of a norm whose squares are summed in float32 one by one, the worst order."""
     squares = [tensor.flatten().square().numpy() for tensor in tensors.values()]
     lost = sum(abs(np.cumsum(each, dtype=np.float32)[-1] - each.sum()) for each in squares)
     return float(lost / (sum(each.sum() for each in squares) or 1.0))
 
 
 def forward_backward(recorded: RecordedStep, dtypes: Dtypes, mean_BT: Tensor | None = None) -> Pass:
-    """Compute the losses and gradients of a recorded step, gradients of its balance loss included. `mean_BT` weights
-    the tokens' losses; None: each weight is 1 / valid tokens. Raises ConfigError if a number is NaN or infinite."""
+    """Compute the losses and gradients of a recorded step, including gradients of the balance loss. `mean_BT`: the
+    weights of the tokens' losses; None: 1 / valid tokens each. Raises ConfigError if a number is NaN or infinite."""
     weights, compute, reduce = (getattr(torch, name) for name in (dtypes.weights, dtypes.compute, dtypes.reduce))
     (n_sequences, seq_len), positions_BT = recorded.tokens_BT.shape, recorded.positions_BT
     options = with_balance_loss(recorded.model, recorded.step.balance_loss)
@@ -164,7 +164,7 @@ def forward_backward(recorded: RecordedStep, dtypes: Dtypes, mean_BT: Tensor | N
         round_angles(model)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
-            tensor.copy_(recorded.weights.get(name, tensor))  # a tied head has no tensor in the folder
+            tensor.copy_(recorded.weights.get(name, tensor))  # the folder lacks a tied head
     if mean_BT is None:
         mean_BT = torch.full((n_sequences, 1), 1 / recorded.n_valid, dtype=torch.float64)
     scale, losses = recorded.step.degrees.loss_scale if compute == torch.float16 else 1.0, []
@@ -193,14 +193,14 @@ def forward_backward(recorded: RecordedStep, dtypes: Dtypes, mean_BT: Tensor | N
 
 
 def round_angles(model: Llama) -> None:
-    """Compute the rotary table from angles in float32, like programs that compute in float32 or less."""
+    """Compute the rotary table from angles in float32, as programs do that compute in float32 or a narrower type."""
     tables = [rope_table(kind, model.max_seq_len, model.rope.dtype, torch.float32) for kind in model.rope_kinds]
     model.rope = torch.stack(tables).to(model.rope.device)
 
 
 def updates(recorded: RecordedStep, gradients: Tensors, dtype: torch.dtype) -> Tensors:
-    """Return what the optimizer's step adds to each weight, in float64, with weights in `dtype`. The optimizer's states
-    are zero or, for a second step, those after the recorded gradients of the first."""
+    """Return what the optimizer's step adds to each weight, in float64, from weights in `dtype`. The optimizer states
+    are zero or, for a second step, the states after the recorded gradients of the first step."""
     options, previous = recorded.step.optimizer, recorded.previous
     parameters = {name: nn.Parameter(recorded.weights[name].to(dtype, copy=True)) for name in gradients}
     groups = [
@@ -222,7 +222,7 @@ def updates(recorded: RecordedStep, gradients: Tensors, dtype: torch.dtype) -> T
 def findings(recorded: RecordedStep, groups: dict[str, list[Row]]) -> Iterator[str]:
     """Yield lines that say where the two programs differ, and which number explains a ratio."""
     quantities, by_ratio = _quantities(recorded), {kind: clusters(rows) for kind, rows in groups.items()}
-    # A norm that counts each of n copies of a tensor is sqrt(n) times too large.
+    # A gradient norm that counts n copies of each tensor is sqrt(n) times too large.
     of_norm = quantities | {f"sqrt({name})": math.sqrt(value) for name, value in quantities.items()}
     kind = "gradients" if recorded.gradients is not None else "loss"
     explained: set[str] = set()
@@ -274,7 +274,7 @@ def _whom(members: list[Row], rows: list[Row], kind: str) -> str:
 
 
 def _quantities(recorded: RecordedStep) -> dict[str, float]:
-    """Return, by name, the numbers that a program may have multiplied or divided its gradients by."""
+    """Return, by name, numbers by which a program may have multiplied or divided its gradients by mistake."""
     n_valid, n_tokens = recorded.n_valid, recorded.tokens_BT.numel()
     tokens = {"tokens": n_valid} if n_valid == n_tokens else {"valid tokens": n_valid, "all tokens": n_tokens}
     degrees = {name.replace("_", " "): value for name, value in recorded.step.degrees.model_dump().items()}
@@ -288,7 +288,7 @@ def _quantities(recorded: RecordedStep) -> dict[str, float]:
 
 
 def _other_balance_losses(recorded: RecordedStep, rows: list[Row], quantities: dict[str, float]) -> Iterator[str]:
-    """Yield in words what share of the balance loss is in the gradients, if such a share explains their differences."""
+    """Yield a text about a wrong factor of the balance loss in the gradients that explains all differences."""
     step = recorded.step.model_copy(update={"balance_loss": None})
     without = forward_backward(dataclasses.replace(recorded, step=step), FLOAT64).gradients
     bare = [without[row.name.removeprefix("gradient ")] for row in rows]
@@ -304,8 +304,7 @@ def _other_balance_losses(recorded: RecordedStep, rows: list[Row], quantities: d
 
 
 def _other_losses(recorded: RecordedStep, groups: dict[str, list[Row]], kind: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield the wrong losses that trainers are known to compute and that explain the rows of `kind`: each in words,
-    with the list of "gradients" and "loss" that it explains."""
+    """Yield each known wrong loss that explains the rows of `kind`: a text, and which of gradients and loss it does."""
     valid_BT, degrees, n_sequences = recorded.targets_BT != IGNORED, recorded.step.degrees, len(recorded.targets_BT)
     counts: dict[int, list[str]] = {}
     for name, count in {

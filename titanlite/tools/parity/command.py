@@ -1,16 +1,17 @@
 """Compare a config's layout with a single process: loss, gradient norm, every gradient, every updated weight.
 
 The model is shrunk so that it fits this machine; the number of ranks, degrees, schedule, microbatches and precision
-options stay. The ranks are processes on this machine's CPUs or, under torchrun, those of the launch: torchrun ... -m
-titanlite parity CONFIG.toml [...]. Exit status: 0 equal within rounding; 1 different; 2 the config or launch is wrong.
+options stay. The ranks are processes on this machine's CPUs or, with torchrun ... -m titanlite parity CONFIG.toml
+[...], torchrun's ranks. Exit status: 0 equal within rounding; 1 different; 2 the config or launch is wrong.
 
 With --all, a standard set of layouts is compared: each axis alone and in pairs, activation checkpointing, compiled
 blocks, gradient accumulation, chunked cross-entropy. --own FILE.py:NAME compares own parts (docs/extend.md).
 
-With --gates, the config trains a few steps, in full size and with its own data and optimizer, and a line each says:
-repeatability: two runs are equal, bit for bit; baseline: so is the run in --baseline FOLDER; restart replay: so is one
-that is killed, stopped and killed at random steps and resumes each time; layout equivalence: one that resumes under
-another layout differs by rounding. The runs have fingerprints and checkpoints, whatever the config says.
+With --gates, the config trains a few steps several times, in full size and with its own data and optimizer. A line for
+each gate says whether it holds. Repeatability: two runs are equal, bit for bit. Baseline: the run in --baseline FOLDER
+is equal to them. Restart replay: a run that is killed, stopped and killed at random steps, and resumes each time, is
+equal to them. Layout equivalence: a run that resumes under another layout differs by no more than rounding. All these
+runs have fingerprints and checkpoints, whatever the config says.
 
 With --against FOLDER, one optimizer step of another program is compared with the same step in float64 in this process.
 FOLDER contains (docs/verify_your_trainer.md describes each file; programs in examples/verify/ write them):
@@ -72,7 +73,7 @@ def main(argv: list[str]) -> int:
 
 
 def _compare(loaded: LoadedConfig[Config], arguments: Any, *, launched: bool) -> int:
-    """Compare a config's layout with a single process: on the ranks of torchrun, or in processes of its own."""
+    """Compare a config's layout with a single process. The ranks are torchrun's, or processes that this one starts."""
     began, launch = time.monotonic(), Launch.from_environment(count_devices() if launched else 0)
     if not launched:
         world_size = ranks_wanted(loaded, os.environ, n_devices=0)
@@ -80,7 +81,6 @@ def _compare(loaded: LoadedConfig[Config], arguments: Any, *, launched: bool) ->
     config, changes = smaller(loaded, launch, arguments.dtype)
     if not launched:
         check_memory(loaded.file, launch.world_size)
-    # Late imports: torch takes seconds to import, and --help and a wrong config do not need it.
     from titanlite.launch.process_group import device_of, process_group
     from titanlite.metrics.summary import describe_mesh
     from titanlite.tools.parity.compare import print_comparison, tolerances
@@ -121,7 +121,7 @@ def _run_gates(config_arguments: list[str], arguments: Any, *, launched: bool) -
     loaded, n_devices = load(rest, own), count_devices()
     ranks = ranks_wanted(loaded, os.environ, n_devices)
     config = check(loaded, Launch(0, 0, ranks, ranks, n_devices))
-    from titanlite.tools.parity.gates import run_gates  # imported here, since the import of torch takes seconds
+    from titanlite.tools.parity.gates import run_gates  # late import: torch takes seconds
 
     return run_gates(config, config_arguments, steps, arguments.baseline)
 

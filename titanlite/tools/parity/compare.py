@@ -1,4 +1,4 @@
-"""Judge a parity test: differences from the single-process reference, tolerances, table and verdict."""
+"""Judge a parity test: a layout's differences from the single-process reference, tolerances, table and verdict."""
 
 import math
 import re
@@ -9,21 +9,20 @@ from titanlite.config import Config
 from titanlite.tools.parity.reference import Trace, run_reference
 
 FLOAT64_TOLERANCE = 1e-11
-"""float64 rounds to 1.1e-16. A layout sums some thousand terms of a gradient in another order, with a relative error of
-1e-13. AdamW divides by the gradient's size, so a step of lr = 1e-2 has the same relative error, unless a gradient is
-all rounding."""
+"""float64 rounds by 1.1e-16. A layout sums some thousand terms of a gradient in another order, with a relative error of
+1e-13. AdamW divides by the gradient's size, so an update has this error too, unless a gradient is only rounding."""
 ROUNDING_FACTOR = 8
-"""A layout in lower precision may differ from the reference by this many times the distance between the reference and
-its result in float64. Two roundings of one size differ by twice that size. The rest of the factor 8 is for the largest
-of many thousands of elements, and for sums over ranks, which round once more."""
+"""In lower precision than float64, a layout may differ from the reference by this many times the distance between the
+reference and the reference in float64. Two independent rounding errors differ by up to twice their size. The rest of
+the factor 8 is for the largest of many thousands of elements, and for sums over ranks, which round once more."""
 
 
 Numbers = dict[str, float]  # a number for each entry of a trace
 
 
 def differences(reference: Trace, layout: Trace) -> dict[str, float]:
-    """Return the largest absolute difference of each entry of two traces, in the order of computation: the first large
-    difference is where the runs diverge. The difference is infinite for a missing entry, other shapes and NaN."""
+    """Return the largest absolute difference of each entry of two traces, in the order of computation, so that the
+    first large difference is where the runs diverge. Missing entries, unequal shapes and NaN count as infinite."""
     result = dict.fromkeys(reference | layout, math.inf)
     for name in reference.keys() & layout.keys():
         if reference[name].shape == layout[name].shape:
@@ -33,7 +32,7 @@ def differences(reference: Trace, layout: Trace) -> dict[str, float]:
 
 
 def tolerances(config: Config, reference: Trace, device: torch.device, *, steps: int) -> Numbers:
-    """Return how much each entry may differ from the reference."""
+    """Return by how much each entry of a layout's trace may differ from the reference."""
     exact = config.replace(
         training__dtype="float64",
         training__mixed_precision_param="float64",
@@ -49,9 +48,8 @@ def tolerances(config: Config, reference: Trace, device: torch.device, *, steps:
 
 
 def allowed_for(rounding: Numbers) -> Numbers:
-    """Return how much each entry may differ from the reference, from its differences from the same run in float64."""
-    # The rounding error of a single number may be zero by accident, so the largest of all steps counts. Adam turns
-    # rounding into a step of lr for few elements, in some parameter, so the largest of all parameters counts.
+    """Return the tolerance of each entry. `rounding`: differences of the reference from the same run in float64."""
+    # Take the largest of all steps, or of all parameters: a single rounding error may be zero by accident.
     for pattern in (r".* loss", r".* losses of datasets", r"step \d+ norm", r"final weight .*"):
         names = [name for name in rounding if re.fullmatch(pattern, name)]
         rounding |= dict.fromkeys(names, max((rounding[name] for name in names), default=0.0))

@@ -28,14 +28,14 @@ IN_FLOAT64 = ["--training.dtype=float64", "--training.mixed_precision_param=floa
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run in a folder. Started again, it resumes."""
+    """A run in a folder, which resumes if it is started again."""
 
     folder: Path
     arguments: list[str]
 
     def until(self, step: int, how: int = 0) -> dict[int, dict[str, Any]]:
-        """Start the run, and send it a signal once a step is logged, or let it end. Return the logged rows by step.
-        Raises ConfigError if it fails, or ends before the step."""
+        """Start the run and, once `step` is logged, send it the signal `how`; 0: let the run end. Return the logged
+        rows by step. Raises ConfigError if the run fails, or ends before `step`."""
         self.folder.mkdir(exist_ok=True)
         command = [sys.executable, "-m", "titanlite", "train", *self.arguments, f"--job.dump_folder={self.folder}"]
         with (self.folder / "output.log").open("wb") as log:
@@ -43,7 +43,7 @@ class Run:
         try:
             while process.poll() is None and not (how and step in self.rows()):
                 time.sleep(0.01)
-            process.send_signal(how)  # the launcher's ranks end with it; an ended process gets none
+            process.send_signal(how)  # ends the launcher and its ranks; has no effect on an ended process
             status, rows = process.wait(), self.rows()
         finally:
             process.kill()  # does nothing unless this command is interrupted
@@ -58,13 +58,13 @@ class Run:
         return {0: {"n_tokens_seen": 0}} | {row["step"]: row for row in rows if row}
 
     def is_complete(self, steps: int) -> bool:
-        """Return whether the folder has all that `difference` compares of a run of so many steps."""
+        """Return whether the folder has everything that `difference` compares for a run of `steps` steps."""
         numbers, saved = self.rows(), (self.folder / f"checkpoint/step-{steps}").is_dir()
         logged = [step for step, row in numbers.items() if set(NUMBERS.values()) <= row.keys()]
         return saved and file.steps_of(self.folder) == logged == [*range(1, steps + 1)]
 
     def resumed(self, name: str, step: int, options: list[str]) -> "Run":
-        """Resume from a checkpoint of this run with other options, train to its last step, and return that run."""
+        """Resume from a checkpoint of this run in a new folder, with more options, up to this run's last step."""
         run, checkpoint = Run(self.folder.with_name(name), [*self.arguments, *options]), f"checkpoint/step-{step}"
         shutil.copytree(self.folder / checkpoint, run.folder / checkpoint)
         run.until(max(self.rows()))
@@ -78,8 +78,7 @@ class Run:
 
 
 def run_gates(config: Config, arguments: list[str], steps: int, baseline: Path | None) -> int:
-    """Print a line for each gate, and return the exit status: 0 if all hold, 1 if not. Raises ConfigError if a run
-    fails."""
+    """Print a line for each gate; return the exit status: 0 if all hold, else 1. Raises ConfigError if a run fails."""
     arguments = [*arguments, f"--training.steps={steps}", "--metrics.log_freq=1", "--debug.fingerprint_freq=1"]
     arguments += ["--checkpoint.enable=true", f"--checkpoint.interval={INTERVAL}"]
     recorded = Run(baseline, []) if baseline and baseline.exists() else None
@@ -123,7 +122,7 @@ def run_gates(config: Config, arguments: list[str], steps: int, baseline: Path |
 
 
 def other_layout(config: Config) -> list[str]:
-    """Return the options of one process, or of FSDP 2 for a config of one process, with the same global batch."""
+    """Return options for one process or, if the config has one process, for FSDP 2, with the config's global batch."""
     degrees = dict.fromkeys((name for name, _ in config.parallelism if name.endswith("_degree")), 1)
     ranks = 2 if all(getattr(config.parallelism, name) == 1 for name in degrees) else 1
     size = config.training.global_batch_size
@@ -134,8 +133,8 @@ def other_layout(config: Config) -> list[str]:
 
 
 def difference(a: Run, b: Run) -> str:
-    """Return what differs first between two runs, bit for bit: the tokens and targets of a step, by their fingerprints,
-    its loss or norm, or the weights, optimizer states and random states of a checkpoint; "" if nothing does."""
+    """Return a text about the first bitwise difference of two runs: in the fingerprints of a step's tokens or targets,
+    in its loss or norm, or in the weights, optimizer states or random states of a checkpoint; "" for equal runs."""
     rows = a.rows(), b.rows()
     for step in file.steps_of(a.folder):
         one, other = (file.read(run.folder, step)[1] for run in (a, b))
@@ -144,6 +143,6 @@ def difference(a: Run, b: Run) -> str:
             return f"DIFFERENT: {wrong[0]} of step {step}"
     for path in sorted(a.folder.glob("checkpoint/step-*/rank-*")):
         theirs = b.folder / path.relative_to(a.folder)
-        if theirs.exists() and path.read_bytes() != theirs.read_bytes():  # the oldest may be deleted
+        if theirs.exists() and path.read_bytes() != theirs.read_bytes():  # run b may have deleted it
             return f"DIFFERENT: {path.relative_to(a.folder)}"
     return ""

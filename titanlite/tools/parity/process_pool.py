@@ -1,5 +1,6 @@
-"""Pools of ranks on this machine. Starting a rank takes seconds, a call milliseconds, so a pool runs many calls."""
+"""Pools of ranks on this machine. A pool runs many calls, since starting a rank takes seconds, a call milliseconds."""
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
@@ -30,8 +31,8 @@ class RankDied(RankError):
 
 
 class ProcessPool:
-    """Ranks that run one call after the other. If a rank fails, the others wait until a collective times out. Ranks are
-    forked from a server that has imported torch and done nothing with it, unless `context` replaces that server."""
+    """Ranks that run one call after the other. If a rank fails, other ranks wait until a collective times out. Ranks
+    are forked from a server that has only imported torch; `context` replaces this server."""
 
     def __init__(self, world_size: int, timeout_seconds: int = 60, backend: str = "gloo", context: Any = None):
         self.world_size, self.timeout_seconds, self.calls, self.broken = world_size, timeout_seconds, 0, False
@@ -52,14 +53,15 @@ class ProcessPool:
         and RankDied if a process ended; in both cases the pool is closed, since other ranks may hang."""
         self.calls += 1
         for pipe in self._pipes:
-            pipe.send((call, arguments))
+            with contextlib.suppress(ConnectionError):  # the process has died, which the answer says
+                pipe.send((call, arguments))
         results, errors, kind = [], [], RankError
         for rank, pipe in enumerate(self._pipes):
             error, result = "no answer", None
             if pipe.poll(self.timeout_seconds * 2 if not errors else 1):
                 try:
                     error, result = pipe.recv()
-                except EOFError:
+                except (EOFError, ConnectionError):
                     error, kind = "process died", RankDied
             results.append(result)
             if error:
@@ -78,7 +80,7 @@ class ProcessPool:
 
 
 def run_in_pool(configs: Iterable[Config], n_ranks: int, steps: int) -> Iterator[Trace | Exception]:
-    """Yield the trace of each layout, or the exception that its ranks raised. The ranks run on this machine."""
+    """Run each config on ranks of this machine, and yield its trace or the exception that its ranks raised."""
     pool = None
     try:
         for config in configs:
@@ -103,12 +105,12 @@ def trace_of_rank_0(config: Config, steps: int) -> Trace | None:
 
 
 def _serve(rank: int, group: dict[str, Any], pipe: Any) -> None:
-    """Run the calls that arrive at this rank, one after the other. `group`: options of init_process_group."""
+    """Run the calls that this rank's pipe receives. `group`: options of init_process_group."""
     end_after(multiprocessing.parent_process().join, "main process")
     size = group["world_size"]
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{size}", "LOCAL_WORLD_SIZE": f"{size}"}
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # launch.process_group sets this variable, too
-    faulthandler.enable()  # print where a rank was when it died
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # launch.process_group does this, too
+    faulthandler.enable()  # print the stack of a rank that dies
     torch.set_num_threads(1)
     dist.init_process_group(rank=rank, **group)
     while True:

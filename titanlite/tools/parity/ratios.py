@@ -1,8 +1,7 @@
 """Find the ratios of another program's numbers to the right ones, and their possible causes.
 
-A constant factor on a gradient is nearly always a mean over the wrong number of ranks, tokens or accumulation steps.
-The factor, and the precision with which it is known, tell which number was used.
-"""
+A wrong constant factor of gradients nearly always comes from a mean over the wrong number of ranks, tokens or
+accumulation steps. The factor, and the precision with which it is known, tell which number was used."""
 
 import itertools
 import math
@@ -11,23 +10,23 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-LARGEST_ALLOWED = 0.25  # tensors whose relative distance by rounding may be larger have no meaningful ratio
+LARGEST_ALLOWED = 0.25  # above this allowed relative distance, a tensor has no meaningful ratio
 COARSE = 0.5  # relative distance from the right tensor to half of it; zeros and doubled values are farther
-SMALL_FACTOR = 1.01  # a ratio nearer to 1 counts as a difference, unless it equals a known quantity
+SMALL_FACTOR = 1.01  # a ratio nearer to 1 is described as a difference, unless a known quantity explains it
 
 
 class Row(NamedTuple):
-    """A compared number or tensor: `theirs` of the other program, and `ours`, the float64 reference."""
+    """A compared number or tensor: the other program's (`theirs`), and the float64 reference (`ours`)."""
 
     name: str
     theirs: Tensor
     ours: Tensor
-    allowed: float  # the distance that rounding may cause, as a fraction of the norm of ours
+    allowed: float  # the distance that rounding explains, as a fraction of the norm of `ours`
     rounded: Tensor | None = None  # `ours` with the rounding of `theirs`; None: unknown, or `ours` is only rounding
 
     @property
     def distance(self) -> float:
-        """The 2-norm of the difference, as a fraction of the norm of ours."""
+        """The 2-norm of the difference, as a fraction of the norm of `ours`."""
         return relative(self.theirs, self.ours)
 
     @property
@@ -37,20 +36,19 @@ class Row(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """Return "equal", "coarse" or "DIFFERS". "coarse": rounding explains the distance, but would also explain the
-        distance of a tensor that is wrong by a factor of 2."""
+        """Return "equal", "coarse" (rounding would explain even a wrong factor of 2) or "DIFFERS"."""
         is_far = self.rounded is not None and min(self.distance, relative(self.theirs, self.rounded)) >= COARSE
         return "DIFFERS" if not self.equal else "coarse" if is_far else "equal"
 
     @property
     def ratio(self) -> float | None:
-        """The factor of theirs to ours, by least squares; None if the two differ by more than a positive factor."""
+        """The c > 0 with `theirs` = c * `ours` within rounding, by least squares; None if there is no such c."""
         square = self.ours.square().sum().item()
         ratio = (self.theirs * self.ours).sum().item() / square if square else 0.0
         return ratio if ratio > 0 and self.allowed < LARGEST_ALLOWED and self.is_multiple(ratio) else None
 
     def is_multiple(self, ratio: float) -> bool:
-        """Return whether theirs is this ratio times ours, within rounding."""
+        """Return whether `theirs` is `ratio` times `ours`, within rounding."""
         return relative(self.theirs, ratio * self.ours) <= self.allowed
 
 
@@ -61,8 +59,8 @@ def relative(tensor: Tensor, reference: Tensor) -> float:
 
 
 def clusters(rows: list[Row]) -> tuple[dict[float, list[Row]], list[Row]]:
-    """Return the unequal rows by their ratio, and the unequal rows that no ratio explains. Rows share a ratio if
-    rounding explains the rest of their differences; the row with the least rounding gives the ratio."""
+    """Return the unequal rows by ratio, and the unequal rows that no ratio explains. Rows share a ratio if rounding
+    explains the remaining differences; the ratio comes from the row with the smallest allowed distance."""
     shared: dict[float, list[Row]] = {}
     others = []
     for row in sorted((row for row in rows if not row.equal), key=lambda row: row.allowed):
@@ -76,8 +74,7 @@ def clusters(rows: list[Row]) -> tuple[dict[float, list[Row]], list[Row]]:
 
 
 def describe(ratio: float, precision: float, quantities: Mapping[str, float]) -> str:
-    """Return a ratio in words, as in "2.0 x too small: dp = 2". The words name every quantity, product or quotient of
-    two quantities that equals the ratio within the relative precision."""
+    """Return a text about a ratio, such as "2.0 x too small: dp = 2", which names all its `reasons`."""
     factor, word = (ratio, "large") if ratio > 1 else (1 / ratio, "small")
     matches = reasons(ratio, precision, quantities)
     if not matches and factor < SMALL_FACTOR:
@@ -88,8 +85,7 @@ def describe(ratio: float, precision: float, quantities: Mapping[str, float]) ->
 
 
 def reasons(ratio: float, precision: float, quantities: Mapping[str, float]) -> list[str]:
-    """Return the quantities, products and quotients of two quantities that equal a ratio or its inverse within the
-    relative precision, as in "dp = 2"."""
+    """Return all quantities, products and quotients of two that equal a ratio or its inverse, such as "dp = 2"."""
     known = {name: value for name, value in quantities.items() if value != 1}
     candidates = [(f"{name} = {value:g}", max(value, 1 / value)) for name, value in known.items()]
     for (one, a), (other, b) in itertools.combinations(known.items(), 2):

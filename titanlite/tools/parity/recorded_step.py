@@ -1,12 +1,10 @@
-"""The folder of `titanlite parity --against FOLDER`: what another program did in one optimizer step.
+"""Read the folder of `titanlite parity --against FOLDER`: what another program did in one optimizer step.
 
-docs/verify_your_trainer.md lists the folder's files, and RecordedOptions describes step.json. A file of weights or
-gradients has the names and rows of transformers (model.layers.0.self_attn.q_proj.weight), or those of Llama and
-titanlite (layers.0.attention.wq.weight; neighbouring rows of wq and wk are rotated together). A file's data type is
-that of the program's weights, or wider. The step is the optimizer's first: its states were zero.
-
-Files of other programs are not trusted: no pickle is read, and any mistake in them is a ConfigError of one line.
-"""
+docs/verify_your_trainer.md lists the folder's files, and RecordedOptions describes step.json. Tensors have the names
+and rows of transformers (model.layers.0.self_attn.q_proj.weight), or those of Llama and titanlite
+(layers.0.attention.wq.weight; neighbouring rows of wq and wk are rotated together). The tensors' data type is the
+type of the program's weights, or a wider one. The step is the optimizer's first: all optimizer states were zero. Files
+of other programs are not trusted: no pickle is read, and any mistake in them is a ConfigError of one line."""
 
 import dataclasses
 import functools
@@ -36,7 +34,7 @@ Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 
 
 class Dtypes(Record):
-    """Data types of the step, by their names in torch. These types decide how large a difference rounding explains."""
+    """Data types of the step, by their names in torch; they decide how large a difference rounding explains."""
 
     weights: Dtype  # the type of the weights that the optimizer updates
     compute: Dtype  # the type of forward and backward
@@ -52,7 +50,7 @@ class AdamOptions(Record):
     beta2: Fraction
     eps: Positive
     weight_decay: NotNegative
-    weight_decay_dims: list[Literal[1, 2]]  # dimensions of weights that decay. 2: matrices, embeddings; 1: others
+    weight_decay_dims: list[Literal[1, 2]]  # numbers of dimensions of the weights that decay; 1: norms, biases
 
 
 class Degrees(Record):
@@ -69,17 +67,17 @@ class Degrees(Record):
 
 
 class BalanceLoss(Record):
-    """The auxiliary loss that balances experts (arXiv:2101.03961): weight x experts x the sum over experts of the share
-    of tokens that chose the expert times its mean score; a token's scores sum to 1. step.json's `loss` excludes it."""
+    """The loss that balances experts (arXiv:2101.03961): `weight` x number of experts x the sum over experts of (share
+    of tokens that chose it) x (its mean score). A token's scores sum to 1. step.json's `loss` excludes this loss."""
 
     weight: Positive
     layers: Literal["apart", "together"]
-    """"together": shares and scores are over all layers, as in transformers; "apart": each layer has a loss."""
-    parts: Count = 1  # neighbouring parts of the batch with a balance loss each; their mean is the balance loss
+    """"together": shares and scores are means over all layers, as in transformers; "apart": each layer has a loss."""
+    parts: Count = 1  # number of contiguous parts of the batch; the balance loss is the mean of one loss per part
 
 
 class RecordedOptions(Record):
-    """The content of step.json. A key that is null or missing is not compared, or was not used."""
+    """The content of step.json. A result that is null or missing is not compared."""
 
     program: Annotated[str, Field(max_length=1000)] = ""  # the program that took the step, as the report names it
     dtypes: Dtypes
@@ -105,8 +103,7 @@ class RecordedStep:
     experts: dict[str, Tensor] | None  # experts that the program chose, by layer: [B, T, experts per token]
     gradients: dict[str, Tensor] | None
     weights_after: dict[str, Tensor] | None
-    previous: "RecordedStep | None" = None
-    """The step before, if this one is the second."""
+    previous: "RecordedStep | None" = None  # the first step, if this is the second one
 
     @property
     def n_valid(self) -> int:
@@ -114,8 +111,8 @@ class RecordedStep:
 
 
 def read_steps(folder: Path) -> list[RecordedStep]:
-    """Read and check the first step and, if it is in the folder "second", the next one. Raises ConfigError as
-    `read_step`, or if that is not the next step of the same optimizer."""
+    """Read and check the first step and, if there is a folder "second", the second step. Raises ConfigError as
+    `read_step`, or if "second" does not contain the next step of the same optimizer."""
     first, place, problem = read_step(folder), folder / "second", ""
     if not (place.exists() or place.is_symlink()):
         return [first]
@@ -131,8 +128,7 @@ def read_steps(folder: Path) -> list[RecordedStep]:
 
 
 def read_step(folder: Path) -> RecordedStep:
-    """Read and check a recorded step's folder. Raises ConfigError if a file is missing, is damaged, does not fit the
-    model of config.json, or changes while it is read."""
+    """Read and check a step's folder. Raises ConfigError if a file is missing or wrong, or changes meanwhile."""
     before = _files(folder)
     step = parse(RecordedOptions, read_json_object(folder / "step.json"), str(folder / "step.json"))
     model = model_of(folder)
@@ -158,7 +154,7 @@ def read_step(folder: Path) -> RecordedStep:
 
 
 def _files(folder: Path) -> dict[Path, tuple[int, int, int]]:
-    """Return inode, size and modification time of each file of a folder, with which a changed file is found."""
+    """Return the inode, size and modification time of each file of a folder, to find out whether a file changes."""
     paths = [path for path in folder.glob("*") if path.suffix in (".json", ".safetensors")]
     stats = {path: path.lstat() if path.is_symlink() and not path.exists() else path.stat() for path in paths}
     return {path: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()}
@@ -225,16 +221,14 @@ def _batch_problem(batch: dict[str, Tensor], vocab_size: int, most_positions: An
 def _read_weights(
     place: Path, shapes: dict[str, torch.Size], *, model: Model, narrowest: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return the tensors of a file or a Hugging Face folder by titanlite's names, float64. Raises ConfigError for a
-    wrong, missing or superfluous tensor."""
+    """Return the tensors of a file or folder in float64, by titanlite's names. Raises ConfigError for wrong tensors."""
     if place.is_dir():
         files = tensor_files(place)
     else:
         with open_safetensors(place, "write") as tensors:
             files = dict.fromkeys(tensors.keys(), place)
     is_hf = any(name.startswith(("lm_head.", *PREFIXES)) for name in files)
-    # A layer of transformers' model has one tensor for w1 and w3 of all experts, [experts, rows, columns];
-    # save_pretrained writes a tensor for each expert.
+    # In memory, transformers stacks w1 and w3 of all experts of a layer; in its files, each expert has tensors.
     is_stacked = is_hf and not model.moe.expert_bias and any(name.endswith(STACKED) for name in files)
     sources, expected = {name: (name,) for name in shapes}, dict(shapes)
     if is_hf:
@@ -268,7 +262,7 @@ def _check_names(place: Path, found: set[str], expected: set[str], expectation: 
 def _sources(
     shapes: dict[str, torch.Size], model: Model, *, is_stacked: bool
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, torch.Size]]:
-    """Return the tensors of transformers that contain each of titanlite's, and the shapes of transformers' tensors."""
+    """Return the names of transformers' tensors that contain each tensor of titanlite, and their shapes."""
     sources, expected = {}, {}
     for names, ours in hf_tensors(model, shapes).items():
         shape = hf_shape(ours, shapes, model)
@@ -284,7 +278,7 @@ def _sources(
 
 
 def _own_tensor(name: str, tensors: list[Tensor], model: Model, *, is_stacked: bool) -> Tensor:
-    """Return a tensor of titanlite, made from the tensors of transformers that contain it."""
+    """Return the tensor `name` of titanlite, made from the tensors of transformers that contain it."""
     if len(tensors) > 1:
         return torch.stack(tensors)
     if is_stacked and EXPERTS in name:
@@ -294,7 +288,7 @@ def _own_tensor(name: str, tensors: list[Tensor], model: Model, *, is_stacked: b
 
 
 def _read_tensors(file: Path, shapes: dict[str, torch.Size], narrowest: torch.dtype) -> dict[str, Tensor]:
-    """Return the tensors of a file in float64. Raises ConfigError unless names and shapes are those of `shapes`."""
+    """Return the tensors of a file in float64. Raises ConfigError if names or shapes differ from `shapes`."""
     read = {}
     with open_safetensors(file, "write") as tensors:
         for name in sorted(shapes.keys() - tensors.keys())[:1]:

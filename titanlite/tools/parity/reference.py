@@ -1,5 +1,5 @@
-"""The single-process reference: plain tensors, the full global batch in one forward, torch's own clipping; no FSDP,
-gradient accumulation or torch.distributed. A layout that agrees with the reference computes what the model defines."""
+"""Compute the single-process reference: plain tensors, the full global batch in one forward, torch's own clipping; no
+FSDP, gradient accumulation or torch.distributed. A layout that agrees with it computes what the model defines."""
 
 import logging
 from collections.abc import Iterable
@@ -23,13 +23,13 @@ from titanlite.techniques.lora import Adapters
 
 Trace = dict[str, Tensor]
 """Results of training steps in order, as full tensors on the CPU: "initial weight NAME" for every parameter; for every
-step "step N loss", "step N norm" and "step N gradient NAME" (both before clipping) and "step N losses of datasets"
-(float64 [datasets]); "final weight NAME", for buffers too; "validation loss", of the batch after the last step."""
+step "step N loss", "step N losses of datasets" (float64 [datasets]), and before clipping "step N norm" and "step N
+gradient NAME"; "final weight NAME", for buffers too; "validation loss", the loss of the batch after the last step."""
 
 
 def trace_of(kind: str, tensors: dict[str, Tensor]) -> Trace:
-    """Copy tensors to the CPU, all-gathered where they are sharded, under the names "KIND NAME"."""
-    # Hide DTensor's warning that a gather over two mesh axes takes two collectives: speed does not matter here.
+    """Copy tensors to the CPU, all-gathering sharded ones, and return them under the names "KIND NAME"."""
+    # Hide DTensor's warning that a gather over two mesh axes takes two collectives; a test may be slow.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     given = {name: t for name, t in tensors.items() if t is not None}  # a frozen weight has no gradient
     full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in given.items()}
@@ -37,9 +37,9 @@ def trace_of(kind: str, tensors: dict[str, Tensor]) -> Trace:
 
 
 class RandomSequences:
-    """Sequences of random tokens, computed from the seed and the global index alone, or those of own.data. The numbers
-    of valid targets differ widely, so that a loss averaged over ranks or gradient accumulation steps instead of tokens
-    differs from the reference. The sequences take turns among three datasets of a mixture."""
+    """Sequences of random tokens, computed from the seed and the global index alone, or the sequences of own.data. The
+    numbers of valid targets differ widely, so that a loss averaged over ranks or gradient accumulation steps instead of
+    tokens differs from the reference. The sequences take turns among three datasets of a mixture."""
 
     names = ("a", "b", "c")
 
@@ -54,7 +54,7 @@ class RandomSequences:
         generator = np.random.RandomState((self.seed % 2**32, index))  # numpy's seeds are below 2**32
         tokens = generator.randint(self.vocab_size, size=self.seq_len + 1)
         ends = generator.random_sample(self.seq_len) < 3 / self.seq_len  # about four documents per sequence
-        ends[0] = False  # a step without a valid target has no loss to compare
+        ends[0] = False  # each sequence has a valid target, so that each step has a loss
         targets = np.where(ends, IGNORED, tokens[1:])
         targets[generator.randint(1, self.seq_len + 1) :] = IGNORED
         return Sequence(tokens[:-1], targets, positions_in_documents(ends))
@@ -73,8 +73,8 @@ def token_losses(
     *masked: Tensor | Documents,
     loss: TokenLoss | None = None,
 ) -> Tensor:
-    """Return the loss of each token, [B, T] in nats, and 0 where the target is IGNORED. All weights except those of
-    routers are cast to `compute_dtype`. `masked`: document positions and Documents under a document mask."""
+    """Return the loss of each token in nats, [B, T], and 0 where the target is IGNORED. All weights except routers' are
+    cast to `compute_dtype`. `masked`: under a document mask, document positions and Documents."""
     weights = {
         name: parameter if ".router." in name else parameter.to(compute_dtype)
         for name, parameter in model.named_parameters()
@@ -106,7 +106,7 @@ def run_reference(config: Config, device: torch.device, *, steps: int) -> Trace:
     parameters = dict(model.named_parameters())
 
     def losses_of_step(step: int) -> tuple[Tensor, Tensor]:
-        """Return the mean loss over the valid tokens of the global batch, and over each dataset's, in float64."""
+        """Return the mean loss over the global batch's valid tokens, and that over each dataset's valid tokens."""
         batch = [sequences[index] for index in range((step - 1) * batch_size, step * batch_size)]
         tokens, targets, positions = (torch.from_numpy(np.stack(column)) for column in zip(*batch, strict=True))
         tokens, targets = tokens.to(device), targets.to(device)

@@ -1,11 +1,8 @@
-"""The experts of each token in a recorded step: recorded by the verified trainer, or else chosen by the routers.
+"""Send the tokens of a recorded step to the experts that the verified trainer recorded, or else to the routers' choice.
 
-Rounding can change the choice between two experts with nearly the same score. The choices of the program are right if
-their scores are as good as the best ones within rounding. Both passes of the comparison use the program's choices, so
-that no rounded choice changes a gradient.
-
-Shapes: N tokens, E experts, K experts per token.
-"""
+Rounding can change the choice between two experts with nearly the same score. A trainer's choices are right if their
+scores equal the best scores within rounding. Both passes of the comparison use the recorded choices, so that a choice
+that rounding changes does not change gradients. Shapes: N tokens, E experts, K experts per token."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -20,17 +17,17 @@ from titanlite.tools.parity.recorded_step import BalanceLoss, RecordedStep
 
 
 class Routes:
-    """Sends the tokens of a forward to the experts of a recorded step, and stores what the routers would choose.
-    Without recorded experts, tokens go where the routers send them."""
+    """Sends the tokens of a forward to the recorded experts, and stores what the routers would choose. Without recorded
+    experts, sends tokens to the experts that the routers choose."""
 
     def __init__(self, recorded: RecordedStep):
         self.recorded, self.sequences = recorded, torch.arange(len(recorded.tokens_BT))
         self.forwards: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
-        """By layer, for each forward: the scores of the experts that the router chooses, [N, K], the largest first;
-        those of the experts that the tokens go to; and the chosen experts, in the order of their numbers."""
+        """By layer, for each forward: the scores of the experts that the router chooses, [N, K], the largest first; the
+        scores of the experts that the tokens are sent to, likewise; and the router's choices, in ascending order."""
 
     def follow(self, model: Llama) -> None:
-        """Make a model's routers take the recorded experts. `self.sequences`: rows of the batch in the next forward."""
+        """Make a model's routers choose the recorded experts of `self.sequences`, the batch's rows in a forward."""
         for name, router in routers(model).items():
             router.choose = functools.partial(self._choose, name, router.choose)
 
@@ -50,8 +47,8 @@ class Routes:
         return [torch.cat(each) for each in zip(*self.forwards[layer], strict=True)]
 
     def others(self, rounded: "Routes") -> tuple[int, int]:
-        """Return how many choices (one per token and layer) differ from the program's or, if these were not recorded,
-        from those of a rounded pass; and how many choices there are."""
+        """Return how many choices (one per token and layer) differ from the recorded choices or, without these, from
+        the choices of a rounded pass; and how many choices there are."""
         experts, n, n_choices = self.recorded.experts, 0, 0
         for layer in self.forwards:
             theirs = rounded.of_step(layer)[2] if experts is None else experts[layer].flatten(0, 1).sort(-1).values
@@ -60,8 +57,8 @@ class Routes:
         return n, n_choices
 
     def rows(self, rounded: "Routes") -> Iterator[tuple[str, Tensor, Tensor, float]]:
-        """Yield each layer's name, the scores of the recorded experts and the best scores, both of the token where they
-        differ most, and the largest relative error of a token's scores that rounding causes."""
+        """Yield each layer's name, the scores of the recorded experts and the best scores of the token where the two
+        differ most, and the largest relative rounding error of a token's best scores."""
         for layer in self.forwards if self.recorded.experts is not None else ():
             (best_NK, taken_NK, _), rounded_NK = self.of_step(layer), rounded.of_step(layer)[0]
             norm_N = best_NK.norm(dim=1)
@@ -75,10 +72,10 @@ def routers(model: Llama) -> dict[str, Router]:
 
 
 def with_balance_loss(model: Model, loss: BalanceLoss | None) -> Model:
-    """Return a model's options with the weight of a balance loss, 0 without one."""
+    """Return a model's options with the weight of a balance loss; None: with the weight 0."""
     weight = 0.0
     if loss is not None:
-        # Over all layers, a mean share times a mean score is a sum over pairs of layers, divided by n_layers squared.
+        # The mean share times the mean score, over all layers, is a sum over pairs of layers over n_layers squared.
         n_layers = sum(map(model.has_experts, range(model.n_layers))) if loss.layers == "together" else 1
         weight = loss.weight * model.moe.n_experts_per_token / n_layers
     moe = model.moe.model_copy(update={"balance_loss_weight": weight, "z_loss_weight": 0.0})
@@ -86,7 +83,7 @@ def with_balance_loss(model: Model, loss: BalanceLoss | None) -> Model:
 
 
 def set_loads(model: Llama, recorded: RecordedStep, sequences: Tensor, loss_scale: float) -> None:
-    """Give the routers the loads that weight scores in the balance loss: counts of the recorded experts."""
+    """Set the loads by which the routers' balance loss multiplies scores: how often each expert was recorded."""
     if (loss := recorded.step.balance_loss) is None:
         return
     found, n_experts = routers(model), recorded.model.moe.n_experts

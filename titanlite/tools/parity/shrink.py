@@ -11,7 +11,7 @@ from titanlite.config.schema import Mla, Moe
 
 
 def smaller(loaded: LoadedConfig[Config], launch: Launch, dtype: str) -> tuple[Config, list[str]]:
-    """Return the resolved config of a smaller model, and the changed sizes. With own data, the vocabulary stays."""
+    """Return the resolved config of a smaller model, and the changed sizes. With --own data, the vocabulary stays."""
     loaded = loaded if launch.n_devices else adapt_to_cpu(loaded)
     small, changes = shrink(dataclasses.replace(loaded, config=check(loaded, launch)), dtype)
     if loaded.config.own.data:
@@ -22,9 +22,8 @@ def smaller(loaded: LoadedConfig[Config], launch: Launch, dtype: str) -> tuple[C
 
 def shrink(loaded: LoadedConfig[Config], dtype: str) -> tuple[LoadedConfig[Config], list[str]]:
     """Make the model, the sequence and the batch of a resolved config as small as its layout allows, and also return
-    the changed sizes as "section.key old -> new". The following stay: degrees, schedule, stages given by name, gradient
-    accumulation, grouped-query attention, tied embeddings, biases, norms, document mask and optimizer. A sliding window
-    stays shorter than the sequence."""
+    the changed sizes as "section.key old -> new". Degrees, schedule, stages given by name, gradient accumulation,
+    grouped-query attention, tied embeddings, biases, norms, document mask, optimizer and windowing stay."""
     config, sizes = loaded.config, _smaller_sizes(loaded.config)
     keys = {option.replace("__", "."): size for option, size in sizes.items()}
     changes = [f"{key} {old} -> {size}" for key, size in keys.items() if (old := value_of(config, key)) != size]
@@ -43,11 +42,11 @@ def _smaller_sizes(config: Config) -> dict[str, Any]:
     least = max(parallelism.n_stages + 1, 2, len(model.layer_pattern))
     n_layers = model.n_layers if parallelism.module_fqns_per_model_part else min(model.n_layers, least)
     local_batch_size = min(training.local_batch_size, 2)
-    if pipeline > 1:  # the smallest batch that keeps all ranks busy under any schedule
+    if pipeline > 1:  # smallest batch with which any schedule keeps all ranks busy
         local_batch_size = min(config.n_microbatches, max(2 * pipeline, parallelism.n_stages))
     accumulation_steps = min(config.gradient_accumulation_steps, 2)
     seq_len = min(training.seq_len, math.lcm(2 * context, context * tensor) * 4)
-    # float8, int8 and mxfp8 leave narrower layers in high precision.
+    # Layers narrower than `width` would stay in high precision under float8, int8 and mxfp8.
     width = 32 if config.float8.enable and config.float8.recipe == "mxfp8" else 16 if low_precision else 8
     head_dim = width if model.n_heads * model.head_dim == model.dim else 2 * width
     return {
@@ -76,8 +75,8 @@ def _smaller_window(window: int, config: Config, seq_len: int) -> int:
 
 
 def _smaller_options_of_families(config: Config, seq_len: int, head_dim: int) -> dict[str, Any]:
-    """Return keywords of `Config.replace` that give a shrunk model one layer of each kind, positions for the shrunk
-    sequence, and rotary factors for the channels of a smaller head."""
+    """Return, as keywords of `Config.replace`, a pattern with one layer of each kind, learned positions for the smaller
+    sequence, and rotary factors for the channels of the smaller head."""
     model, options = config.model, dict[str, Any]()
     if model.layer_pattern and not config.parallelism.module_fqns_per_model_part:
         windows = [_smaller_window(kind.sliding_window, config, seq_len) for kind in model.layer_pattern]
@@ -107,7 +106,7 @@ def _smaller_latents(mla: Mla, width: int) -> dict[str, Any]:
 
 
 def _smaller_experts(moe: Moe, tensor: int) -> dict[str, Any]:
-    """Return the least sizes of experts, as keywords of `Config.replace`. Layer 2 at the latest has experts."""
+    """Return the least sizes of experts, as keywords of `Config.replace`. The first or second layer has experts."""
     return {
         "model__moe__expert_dim": 12 * max(tensor, 2),
         "model__moe__n_first_dense_layers": min(moe.n_first_dense_layers, 1),
@@ -124,10 +123,9 @@ def _numeric_options(config: Config, dtype: str) -> dict[str, Any]:
         "training__attention_backend": "auto" if dtype != "bfloat16" else config.training.attention_backend,
         "training__steps": 100,
         "training__epochs": 0.0,
-        "training__max_norm": 0.1,  # less than the gradient norm, so that gradients are clipped
+        "training__max_norm": 0.1,  # smaller than the gradient norm, so that clipping is compared
         "optimizer__muon_dtype": "auto",
-        # Where a gradient is only rounding, Adam's first steps have the size of lr, in either direction. In low
-        # precision, steps must be far smaller than weights (0.02), or the runs diverge although the layout is right.
+        # In low precision, Adam's steps along gradients that are only rounding must be far smaller than weights (0.02).
         "optimizer__lr": 1e-2 if dtype == "float64" and not (config.float8.enable or config.int8.enable) else 1e-4,
         "lr_scheduler__warmup_steps": 2,
         "lr_scheduler__warmup_ratio": 0.0,

@@ -1,4 +1,4 @@
-"""A standard set of layouts of one model: each axis alone and in pairs, and options that rewrite a step."""
+"""Compare a standard set of layouts of a model: each axis alone, pairs of axes, and options that rewrite a step."""
 
 import itertools
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ PLAIN = ["--training.local_batch_size=4", "--training.global_batch_size=-1", "--
 
 
 def layouts() -> Iterator[tuple[str, list[str]]]:
-    """Yield the name and the arguments of each layout, layouts of two ranks first."""
+    """Yield the name and the command-line arguments of each layout: first those of two ranks, then those of four."""
 
     def degrees(*axes: str) -> list[str]:
         return [*PLAIN, *(f"--parallelism.{key}={2 if name in axes else 1}" for name, key in AXES.items())]
@@ -41,8 +41,8 @@ def layouts() -> Iterator[tuple[str, list[str]]]:
 
 
 def verdicts(arguments: list[str], own: Parts, dtype: str, steps: int) -> Iterator[tuple[str, str]]:
-    """Yield each layout of the standard set with a verdict that begins with equal, DIFFERENT, FAILED or impossible (the
-    model or the config does not allow the layout). `arguments`: the command-line arguments that `load` takes."""
+    """Yield the name of each layout and a verdict that begins with equal, DIFFERENT, FAILED or impossible (the model or
+    the config does not allow the layout). `arguments`: the command-line arguments that `load` takes."""
     cpu = torch.device("cpu")
     for n_ranks, some in itertools.groupby(layouts(), lambda each: 4 if " x " in each[0] else 2):
         configs: dict[str, Config | str] = {}

@@ -20,8 +20,8 @@ from titanlite.train_step import Totals
 
 
 class TrainingRun:
-    """This rank's model, optimizer and loader as train.py builds them, with random sequences as data. With a
-    checkpointer, the run resumes from the newest checkpoint, whose step is `last_step` (0 without a checkpoint)."""
+    """A rank's model, optimizer and loader as train.py builds them, with random sequences as data. With a checkpointer,
+    the run resumes from the newest checkpoint, whose step is `last_step` (0 without a checkpoint)."""
 
     def __init__(self, config: Config, device: torch.device, checkpointer: Checkpointer | None = None):
         self.device = device
@@ -45,7 +45,7 @@ class TrainingRun:
         return self.train_step.gradients(0, batches, self.guard.loss_scale)
 
     def totals(self, loss_sum: Tensor, valid: Tensor) -> Totals | None:
-        """Sum the results of `gradients` over all ranks. Returns None if a replica group was lost."""
+        """Sum the results of `gradients` over all ranks. Return None if a replica group was lost in this step."""
         return self.train_step.groups.totals(loss_sum, valid, self.parameters.values(), Signals())
 
     def update(self, totals: Totals) -> None:
@@ -62,8 +62,7 @@ class TrainingRun:
 
 
 def run_layout(config: Config, launch: Launch, *, steps: int, checkpointer: Checkpointer | None = None) -> Trace:
-    """Take training steps of a resolved config. Every rank must call this function, and gets the full model's trace.
-    With a checkpointer, save after the last step."""
+    """Take training steps; with a checkpointer, save after them. Every rank must call this, and gets the full trace."""
     run = TrainingRun(config, device_of(launch), checkpointer)
     last_step, sections = run.last_step + steps, (run.train_step, config.training)
     dataset_losses = DatasetLosses(run.loader.sequences, run.loader, *sections, data_rank=run.layout.data_rank)

@@ -2,9 +2,9 @@
 
 Prints the memory, communication, time and cost of a training step on `plan.device`. --html also writes an HTML page
 with figures of memory, pipeline schedule and step time. --against also compares the plan with the metrics.jsonl of a
-run of the same config. A config that cannot run is rejected with the lines that `titanlite train` prints.
+run of the same config. A config that cannot run is rejected with the error lines that `titanlite train` prints.
 
---explore also plans layouts around the config, and writes an HTML page in which a reader changes degrees, batch,
+--explore also plans layouts similar to the config's, and writes an HTML page on which a reader changes degrees, batch,
 activation checkpointing and device. Planning takes minutes; after Ctrl-C the page contains the layouts planned by then.
 
 Exit status: 0 the run fits its device; 1 it does not fit, or the command was interrupted; 2 CONFIG or METRICS is wrong.
@@ -35,7 +35,6 @@ def main(argv: list[str]) -> int:
     if own.digest and arguments.explore:
         parser.error("--explore plans titanlite's own blocks; leave out --own")
     loaded = load(config_arguments, own)
-    # Late imports: torch takes seconds to import, and --help and wrong options do not need it.
     from titanlite.tools.plan.comparison import comparison_table
     from titanlite.tools.plan.planner import assumption, make_plan
     from titanlite.tools.plan.report import print_report, verdict

@@ -19,8 +19,8 @@ LARGEST_METRICS = 2**28  # largest accepted metrics.jsonl in bytes
 
 def read_measurement(file: Path) -> tuple[Sequence[float], int, int, float]:
     """Return what a metrics.jsonl records: seconds of a step by logged line, tokens of a step, ranks, and rank 0's peak
-    memory in tensors in GiB (on a CPU, that of its process). The first logged line does not count, since it includes
-    compilation and warm-up. Raises ConfigError if the file cannot be read or has under two logged steps."""
+    memory in tensors in GiB (on a CPU, the memory of rank 0's process). The first logged line, with compilation and
+    warm-up, does not count. Raises ConfigError if the file cannot be read or has fewer than two logged steps."""
     try:
         rows = [json.loads(line) for line in read_file(file, LARGEST_METRICS).splitlines()]
         lines = [row for row in rows if "throughput(tps)" in row]
@@ -44,13 +44,13 @@ def read_measurement(file: Path) -> tuple[Sequence[float], int, int, float]:
 
 
 def _positions(line: dict[str, Any]) -> int:
-    """Return how many positions, of tokens and of padding, a run has computed; throughput counts both."""
+    """Return how many tokens and padding positions a run has computed; its logged throughput counts both."""
     return line["n_tokens_seen"] + line.get("n_padding_seen", 0)
 
 
 def comparison_table(plan: Plan, file: Path) -> Table:
     """Return a table of a plan beside a run's metrics: step time, throughput and, on a GPU, memory. Raises ConfigError
-    as read_measurement does, and if the run had another number of tokens per step or of ranks."""
+    as read_measurement does, and if run and plan differ in tokens per step or in the number of ranks."""
     of_lines, tokens, ranks, memory = read_measurement(file)
     sizes = {"tokens per step": (tokens, plan.tokens_per_step), "ranks": (ranks, plan.world_size)}
     for name, (measured, planned) in sizes.items():

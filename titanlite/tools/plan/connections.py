@@ -1,9 +1,8 @@
 """Count the process groups of a rank and gloo's TCP connections in them, from the mesh and gloo's algorithms.
 
-A gloo rank connects to another one when it first sends to it or receives from it (launch/process_group.py). All-gather,
-reduce-scatter and all-reduce connect each rank to its two neighbours in a ring. A barrier and a broadcast connect a
-rank to the ranks at distances 1, 2, 4 and so on, an all-to-all to all. At a save, rank 0 gathers records of all ranks.
-"""
+Two ranks connect over gloo when one first sends to the other (launch/process_group.py). All-gather, reduce-scatter and
+all-reduce connect each rank to its two neighbours in a ring. A barrier and a broadcast connect each rank to the ranks
+at distances 1, 2, 4 and so on; an all-to-all connects all ranks. A save sends records of all ranks to rank 0."""
 
 from titanlite.config import Config
 from titanlite.config.schema import stage_modules
@@ -15,18 +14,18 @@ def process_groups(plan: Plan) -> list[tuple[str, int]]:
     """Return the purpose and the size of each process group of a rank."""
     parallelism = plan.config.parallelism
     groups = [(axis, len(ranks)) for axis, ranks in plan.axes.items()]
-    if parallelism.expert_parallel_degree > 1:  # experts have groups of their own for these axes
+    if parallelism.expert_parallel_degree > 1:  # these axes have separate groups for expert weights
         groups += [(axis, n) for axis, n in groups if axis in ("pp", "dp_replicate")]
-    if isinstance(parallelism.fsdp_reshard_after_forward, int):  # torch makes a mesh of two axes for each unit of FSDP
+    if isinstance(parallelism.fsdp_reshard_after_forward, int):  # torch makes two groups for each FSDP unit
         shards, n = parallelism.fsdp_reshard_after_forward, dict(groups)["fsdp"]
         groups += [("reshard", shards), ("reshard", n // shards)] * _n_fsdp_units(plan.config)
     return groups + [("checkpoint", plan.world_size)] * plan.config.checkpoint.enable
 
 
 def gloo_connections(plan: Plan) -> tuple[int, int]:
-    """Return the most connections that gloo opens on rank 0, and on any other rank."""
+    """Return upper bounds of the connections that gloo opens on rank 0, and on any other rank."""
     groups = process_groups(plan)
-    if plan.device.kind == "gpu":  # NCCL serves the mesh, and gloo only tensors in host memory
+    if plan.device.kind == "gpu":  # NCCL serves the mesh's groups; gloo sends tensors in host memory
         groups = [("all", plan.world_size), *(group for group in groups if group[0] == "checkpoint")]
     most = [_connections(name, n, plan.world_size) for name, n in groups]
     first = [n - 1 if name == "checkpoint" else m for (name, n), m in zip(groups, most, strict=True)]
@@ -34,7 +33,7 @@ def gloo_connections(plan: Plan) -> tuple[int, int]:
 
 
 def _connections(name: str, n: int, world_size: int) -> int:
-    """Return the most connections that gloo opens in a group of n ranks, on a rank other than rank 0."""
+    """Return how many connections gloo opens at most in a group of n ranks, on a rank other than rank 0."""
     if name in ("ulysses", "ep"):
         return n - 1
     neighbours = {1 % n, -1 % n}
@@ -52,4 +51,4 @@ def _n_fsdp_units(config: Config) -> int:
     names = [name for stage, rank in zip(stages, ranks, strict=True) if rank == 0 for name in [*stage, "the stage"]]
     if config.model.tie_embeddings:
         names.remove("tok_embeddings")
-    return len([name for name in names if name not in ("norm", "output")])  # norm and output are not resharded
+    return len([name for name in names if name not in ("norm", "output")])  # FSDP keeps norm and output gathered

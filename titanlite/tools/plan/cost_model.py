@@ -1,8 +1,6 @@
-"""Compute the time that the events of an op trace take: arithmetic, memory traffic, communication, and the host.
-
-On a calibrated device (`titanlite calibrate`) the times are measured ones. On any other device, each operator and
-collective runs at the data sheet's rate, times the share of that rate that programs reach (efficiency.py).
-"""
+"""Compute the time that the events of an op trace take: arithmetic, memory traffic, communication and host time. On a
+device with measured rates (`titanlite calibrate`) these rates give the times. On any other device, each operator and
+collective runs at the data sheet's rate, times the share of that rate that programs reach (efficiency.py)."""
 
 import dataclasses
 import math
@@ -16,13 +14,12 @@ from titanlite.tools.plan.op_trace import BUFFER, Communication, Dispatch, Event
 from titanlite.tools.plan.streams import GATHERED_AXES, Arrival, Collective, CopyIn, CopyOut, Item, Run, Streams, Wait
 
 GROUPS = ("matmul", "attention", "memory", "interconnect", "network", "host", "overlap", "devices", "offload")
-"""Groups of times. Each group has an uncertainty, independent of the other groups'."""
+"""Groups of rates. The errors of two groups are independent of each other."""
 LEAST_SPREAD = 0.05  # least relative uncertainty of times on a calibrated device
 FULL_WAVES = 14 / 15
-"""What attention's share of a rate lost to its last wave where it was measured: 8,192 tokens of 128 heads, 14 waves."""
-ROW_BYTES = 227 * 1024
-"""Bytes of a row that a multiprocessor's shared memory holds. torch's softmax reads a longer row from device memory for
-its largest value, for its sum and for the result; its backward reads the gradient twice, half of what it reads."""
+"""The inverse of (1 + 1 / waves) in the measurement of attention's rate, with 8,192 tokens of 128 heads, 14 waves."""
+ROW_BYTES = 227 * 1024  # bytes of the longest row that fits into a multiprocessor's shared memory
+# How often torch's softmax reads longer rows: for maximum, sum and result; its backward reads the gradient twice.
 SOFTMAX_READS = {"aten._log_softmax": 3.0, "aten._log_softmax_backward_data": 1.5}
 
 
@@ -34,10 +31,10 @@ def _times_read(work: Work) -> float:
 
 @dataclasses.dataclass
 class Cost:
-    """Seconds and amounts of some events. `seconds` are by "matmul", "attention", "memory" (all other operators, which
-    are memory-bound), "host" (the device waits for the host), "optimizer" (on the CPU, under CPU offload),
-    "communication: AXIS" (before any overlap; the axis "host" is CPU offload's copies) and "overlapped" (communication
-    that async TP hides). `communication` is count and total bytes, by (axis, collective)."""
+    """The seconds and amounts of some events. The keys of `seconds` are "matmul", "attention", "memory" (all other
+    operators, which are memory-bound), "host" (the device waits for the host), "optimizer" (on the CPU, under CPU
+    offload), "communication: AXIS" (before any overlap; the axis "host" is CPU offload's copies) and "overlapped"
+    (communication that async TP overlaps). `communication` is the count and total bytes by (axis, collective)."""
 
     seconds: Counter = dataclasses.field(default_factory=Counter)
     flops: Counter = dataclasses.field(default_factory=Counter)  # FLOPs by dtype
@@ -66,17 +63,17 @@ class Cost:
 
 @dataclasses.dataclass
 class _Items:
-    """The items that the streams run for a segment, collected event by event. `device`, `host` and `both` are
-    streams.Run's seconds for the operators since the last item."""
+    """The items that Streams.run gets for a segment, collected event by event. `device`, `host` and `both` are the
+    fields of streams.Run for the operators since the last item."""
 
     cost: Cost = dataclasses.field(default_factory=Cost)
     items: list[Item] = dataclasses.field(default_factory=list)
     device: float = 0.0
     host: float = 0.0
     both: float = 0.0
-    in_flight: set[Hashable] = dataclasses.field(default_factory=set)  # outputs of collectives that are not read yet
+    in_flight: set[Hashable] = dataclasses.field(default_factory=set)  # outputs of collectives not read yet
     copied: set[int] = dataclasses.field(default_factory=set)  # ids of weights that CPU offload has copied
-    copying: float = 0.0  # seconds of CPU offload's copies before the next all-gather
+    copying: float = 0.0  # seconds of CPU offload's copies since the last all-gather
 
     def flush(self, *, attends: bool = False) -> None:
         """Append the operators since the last item as one Run."""
@@ -90,17 +87,16 @@ class _Items:
 
 
 class CostModel:
-    """Computes what events cost on a device.
+    """Computes the cost of events on a device.
 
     Args:
         axes: the axis and the ranks of each process group, by the group's name.
-        changed: a group of GROUPS whose times are at one end of their range: the shortest if `faster`, otherwise the
-            longest. "": all times are as expected.
+        changed: the group of GROUPS whose times are at one end of their range: the shortest if `faster`, otherwise the
+            longest. "": all times are the expected ones.
         offload: under CPU offload, bytes of a gradient in host memory per byte that FSDP reduces; otherwise None.
         cudnn: whether cuDNN computes attention, whatever backend the dry run used.
-        name: the name of the device, which tells the range of its rates (efficiency.reached).
-        n_devices: number of devices that wait for each other.
-    """
+        name: the name of the device, by which efficiency.reached finds the ranges of its rates.
+        n_devices: number of devices that wait for each other."""
 
     def __init__(
         self,
@@ -120,7 +116,7 @@ class CostModel:
         self.changed, self.faster, self.cudnn = changed, faster, cudnn
         self.efficiency = reached(device, name)
         self.slowest = slowest_of(n_devices, self._seconds("devices", ANY.device_spread)) if device.kind == "gpu" else 1
-        self._items: dict[int, tuple[Cost, list[Item], list[Event]]] = {}  # key: id of the kept list of events
+        self._items: dict[int, tuple[Cost, list[Item], list[Event]]] = {}  # key: id of the list of events
 
     def streams(self) -> Streams:
         """Return the streams of an idle device."""
@@ -137,8 +133,8 @@ class CostModel:
         forward: bool = False,
         accumulates: bool = False,
     ) -> Cost:
-        """Return the cost of segments that run one after the other. `streams`: communication in flight before the
-        segments; None: the device is idle before and finishes all communication of the segments. See Streams.run."""
+        """Return the cost of segments that run one after the other. `streams` has the communication in flight before
+        them. None: the device is idle before, and waits for the segments' communication. See also Streams.run."""
         cost, own = Cost(), streams or self.streams()
         begin, idle = own.computed, own.idle
         for events in segments:
@@ -152,8 +148,8 @@ class CostModel:
         return cost
 
     def _items_of(self, events: list[Event]) -> tuple[Cost, list[Item]]:
-        """Return the amounts of a segment, and the items that the streams run."""
-        if id(events) in self._items:  # the copies of a folded layer share its events
+        """Return the amounts of a segment, and its items for Streams.run."""
+        if id(events) in self._items:  # copies of a folded layer share one list of events
             return self._items[id(events)][:2]
         own = _Items()
         in_ring = any(isinstance(x, Communication) and self._axis(x.group)[0] == "ring" for x in events)
@@ -189,7 +185,7 @@ class CostModel:
             own.in_flight -= arrived
         if self.offload is not None:
             own.copying += self._weights_to_device(work, own.copied, own.cost)
-            if own.copying and not self.is_sharded:  # FSDP on one rank copies weights on the stream of computation
+            if own.copying and not self.is_sharded:  # one rank's FSDP copies weights on the stream that computes
                 own.add(Collective("copy to device", "host", own.copying))
                 own.copying = 0.0
         if work.name == "fsdp.split_with_sizes_copy":
@@ -203,8 +199,7 @@ class CostModel:
             own.flush(attends=True)
 
     def _collective(self, event: Communication, cost: Cost) -> Collective | None:
-        """Return the item that the streams run for a collective, and count the collective. Return None for a collective
-        of one rank and for a received message, which its sender counts."""
+        """Count a collective and return its item; None for one rank, and for a received message: its sender counts."""
         axis, ranks = self._axis(event.group)
         if len(ranks) == 1 or event.name == "receive":
             return None
@@ -217,10 +212,10 @@ class CostModel:
         return Collective(event.name, axis, seconds, outputs=event.outputs if axis == "ep" else ())
 
     def _beside_products(self, event: Communication, axis: str, ranks: list[int], cost: Cost) -> float:
-        """Return the seconds that an async TP collective adds to the products it overlaps with, and count the
-        collective. A gather copies its own chunk to shared memory, then each other rank's chunk before a product. A
-        scatter copies each chunk after its product, then sums the chunks. Two streams alternate: two products share the
-        device, and copies follow each other (torch.distributed._symmetric_memory, read in 2.13)."""
+        """Count an async TP collective and return the seconds that it adds to the products it overlaps with. An
+        all-gather copies this rank's chunk to symmetric memory, and each other rank's chunk before the chunk's product.
+        A reduce-scatter copies each chunk after its product, then sums the chunks. Two streams alternate, so that two
+        products run at a time and copies run one by one (torch.distributed._symmetric_memory, read in 2.13)."""
         n, chunk = len(ranks), event.size // len(ranks)
         copy, meeting = self.collective_seconds("send", chunk, ranks), self.collective_seconds(event.name, 0, ranks)
         read = chunk if event.name == "all_gather" else event.size
@@ -236,14 +231,14 @@ class CostModel:
         return exposed + own
 
     def _weights_to_device(self, work: Work, copied: set[int], cost: Cost) -> float:
-        """Return the seconds that CPU offload takes to copy the weights that no earlier operator has read."""
+        """Return the seconds in which CPU offload copies those weights of an operator that no earlier operator read."""
         parameters = [x for x in work.inputs if x.kind == "parameters" and x.maker != BUFFER]
         weights = {id(x): x for x in parameters if id(x) not in copied}
         copied.update(weights)
         return sum(self._copy("copy to device", weight.size, cost) for weight in weights.values())
 
     def _copy(self, name: str, size: int, cost: Cost) -> float:
-        """Return the seconds of a copy between host memory and the device, and count the copy."""
+        """Count a copy between host memory and the device, and return its seconds."""
         seconds = size / (self.device.host_bandwidth * self._reached("offload", ANY.host_link))
         cost.count("host", name, size, seconds)
         return seconds
@@ -273,7 +268,7 @@ class CostModel:
         return n_bytes / (self.device.host_memory_bandwidth * self._reached("offload", ANY.host_memory))
 
     def _reached(self, group: str, share: Share) -> float:
-        """Return the share of a rate of the host that programs reach, or 1: a calibrated rate includes the share."""
+        """Return the share that programs reach of a rate of the host; 1 for the rates of a calibrated device."""
         return 1 / self._measured(group, 1.0) if self.device.measured else self._rate(group, share)
 
     def _axis(self, group: str) -> tuple[str, list[int]]:
@@ -305,13 +300,13 @@ class CostModel:
         return seconds + dispatch.on_dtensors * self._seconds("host", ANY.dtensor)
 
     def _unit_seconds(self, event: Communication) -> float:
-        """Return how long the host takes for what FSDP does besides operators when it gathers or reduces a unit."""
+        """Return the host's seconds for FSDP's own Python code around the gathering or reduction of a unit."""
         is_unit = self._axis(event.group)[0] in GATHERED_AXES and event.name != "all_reduce"
         return self._seconds("host", ANY.fsdp_unit) if is_unit and not self.device.measured else 0.0
 
     def work_seconds(self, work: Work) -> tuple[str, float]:
-        """Return an operator's category and its seconds."""
-        if work.kernels > 1:  # a device runs two of the kernels at a time
+        """Return an operator's category ("matmul", "attention" or "memory") and its seconds."""
+        if work.kernels > 1:  # async TP runs two of the kernels at a time
             category, seconds = self.work_seconds(work.of_rows(2 / work.kernels))
             return category, seconds * work.kernels / 2
         category = "memory" if not work.flops else "attention" if "attention" in work.name else "matmul"
@@ -327,7 +322,7 @@ class CostModel:
         return self._rate("memory", self.efficiency.memory)
 
     def _matmul_seconds(self, work: Work) -> float:
-        """Return the seconds of a product, whose tiles fill the multiprocessors in waves, and of writing its result."""
+        """Return the seconds of a matrix product, whose tiles fill the multiprocessors in waves, and of its output."""
         times, m, n, _ = work.sizes
         of_fp8 = self.efficiency.matmul_fp8 if work.dtype == "fp8" else None
         share = self._rate("matmul", of_fp8 or self.efficiency.matmul)
@@ -340,8 +335,8 @@ class CostModel:
         return work.flops / (peak * share * full) + writing
 
     def _attention_seconds(self, work: Work) -> float:
-        """Return the seconds of attention, whose FLOP/s grow with the number of keys of a query, and with the tiles of
-        queries of all heads: under a causal mask a tile is half as much work on average as the longest tile."""
+        """Return the seconds of attention. Its FLOP/s grow with the keys per query, and with the number of query tiles
+        over all heads. Under a causal mask the mean tile has half the work of the longest tile."""
         backward, efficiency = "backward" in work.name, self.efficiency
         of_cudnn = (efficiency.cudnn, efficiency.cudnn_backward)[backward] if self.cudnn else None
         share = self._rate("attention", of_cudnn or (efficiency.flash, efficiency.flash_backward)[backward])
@@ -361,8 +356,8 @@ class CostModel:
         return self._estimated_collective_seconds(name, size, len(ranks), nodes)
 
     def _estimated_collective_seconds(self, name: str, size: int, n: int, nodes: int) -> float:
-        """Return the seconds of a collective, which is a ring except for all-to-all and messages. Each of n ranks sends
-        (n-1)/n of the full tensor, twice that in an all-reduce. A node has a network adapter per rank."""
+        """Return the seconds of a collective, which runs as a ring unless it is an all-to-all or a message. Each of n
+        ranks sends (n-1)/n of the full tensor, twice as much in an all-reduce. Each rank has a network adapter."""
         efficiency, doublings = self.efficiency, math.log2(nodes)
         of_reduce = efficiency.interconnect_reduce if name == "all_reduce" else None
         share = self._rate("interconnect", of_reduce or efficiency.interconnect)
@@ -375,7 +370,7 @@ class CostModel:
         if name == "send":  # a message uses one network adapter
             group = "interconnect" if nodes == 1 else "network"
             return self._seconds(group, ANY.message_latency) + size / (interconnect if nodes == 1 else network)
-        if name == "all_to_all":  # each rank sends to other nodes over its own adapter
+        if name == "all_to_all":  # each rank sends to other nodes over its own network adapter
             remote = (n - n // nodes) / n if nodes > 1 else 0.0
             return latency + max(size * (n - 1) / n / interconnect, size * remote / network)
         sent = size * (n - 1) / n * (2 if name == "all_reduce" else 1)

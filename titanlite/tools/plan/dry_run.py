@@ -1,5 +1,5 @@
-"""Run one rank's training step on fake tensors and return the phases of the full step. Repeated layers are folded, and
-gradient accumulation steps are reduced to three."""
+"""Run one rank's training step on fake tensors and return the phases of the full step. The run leaves out repeated
+layers (segments.fold_layers), and has at most three gradient accumulation steps."""
 
 import contextlib
 import functools
@@ -48,17 +48,16 @@ class DryRun(NamedTuple):
     """The result of a stage's dry run.
 
     phases: (Pass.FORWARD, n) and (Pass.BACKWARD, n) are the first (n = 0), a middle (1) and the last (2) microbatch. A
-    split backward has n = SPLIT, and its WEIGHT_GRADIENT lacks the folded layers. Other phases are ("reduce",),
-    ("update",), and ("muon", number, times), which a step runs `times` times.
+    split backward has n = SPLIT, and its phase (Pass.WEIGHT_GRADIENT, SPLIT) lacks the folded layers. Other phases are
+    ("reduce",), ("update",), and ("muon", number, times), which a step runs `times` times.
 
-    scale: the stage's weights over the weights of the layers that were run. The phases "reduce" and "update", which
-    treat every weight, take `scale` times longer than was recorded.
-    """
+    scale: the number of weights of the full stage, divided by that of the modules in the dry run. The phases "reduce"
+    and "update", which process every weight, take `scale` times longer than the recorded events."""
 
     persistent: Bytes  # bytes by kind of memory that stay allocated from step to step
     phases: Phases  # segments by phase
     axes: dict[str, tuple[str, list[int]]]  # axis and ranks of each process group, by the group's name
-    gradients: int  # bytes of a rank's reduced gradients, equal to those of its trained weights
+    gradients: int  # bytes of a rank's reduced gradients, equal to the bytes of its trained weights
     rotary: int  # bytes of the rotary table, which all stages of a rank share
     scale: float
 
@@ -70,7 +69,7 @@ def checkpointing_period(config: Config) -> int:
 
 
 def layer_period(config: Config) -> int:
-    """Return the number of layers after which the pattern of layers repeats, at least as many as FSDP prefetches."""
+    """Return a period of the pattern of layers, in layers, that is at least as long as FSDP prefetches."""
     moe, parallelism = config.model.moe, config.parallelism
     pattern = sum(kind.count for kind in config.model.layer_pattern) or 1
     period = math.lcm(checkpointing_period(config), moe.every_n_layers if moe.n_experts else 1, pattern)
@@ -79,13 +78,13 @@ def layer_period(config: Config) -> int:
 
 
 def fold_stage(config: Config, names: Sequence[str]) -> FoldedStage:
-    """Fold the repeated layers of a stage, given by the names of its modules."""
+    """Fold the repeated layers of the stage whose modules are `names` (segments.fold_layers)."""
     moe = config.model.moe
     return fold_layers(names, layer_period(config), moe.n_first_dense_layers if moe.n_experts else 0)
 
 
 def dry_run_accumulation_steps(n: int) -> dict[int, int]:
-    """Return how many of n accumulation steps the first (0), the middle (1) and the last dry-run step (2) stand for."""
+    """Return how many of n accumulation steps each step of the dry run stands for: 0 first, 1 middle, 2 last."""
     return {1: {0: 1}, 2: {0: 1, 2: 1}}.get(n, {0: 1, 1: n - 2, 2: 1})
 
 
@@ -99,19 +98,18 @@ def dry_run(
     fold: bool = True,
 ) -> DryRun:
     """Run one training step of stage `number`, which has the modules `names`, on the pipeline rank that has the stage.
-    `fused`: which of "model" and "loss" to treat as compiled (fusion.py). fold=False also runs repeated layers, to test
-    that folding makes no difference."""
+    `fused`: which of "model" and "loss" to treat as compiled (fusion.py). fold=False runs all layers, for a test."""
     parallelism = config.parallelism
     folded = fold_stage(config, names) if fold and not config.own.block else fold_layers(names, len(names))
     rank = pipeline_rank * parallelism.world_size // parallelism.pipeline_parallel_degree
-    mesh.forget_layouts()  # cached layouts belong to another rank's world
+    mesh.forget_layouts()  # cached layouts have the process groups of another rank
     with contextlib.ExitStack() as stack:
         stack.enter_context(fake_world(rank, parallelism.world_size))
         layout = mesh.build_layout(parallelism, CPU)
         axes = axes_of_groups(layout)
         stage = _build_stage(config, layout, folded.names, compiled="model" in fused)
         if config.optimizer.state_dtype in QUANTIZED_STATES:
-            from titanlite.techniques.low_bit_adam import create_value_tables  # the import takes a second
+            from titanlite.techniques.low_bit_adam import create_value_tables  # late import: it takes a second
 
             create_value_tables(config.optimizer.state_dtype)
         record = _record_low_bit_adam
@@ -119,7 +117,7 @@ def dry_run(
             from titanlite.tools.plan import muon_step  # late import: most plans do without Muon
 
             record = muon_step.recorder(config, layout.mesh, names, axes)
-        trace = stack.enter_context(recording())  # fake tensors begin after the build, which reads tensors' values
+        trace = stack.enter_context(recording())  # after the build, which reads values that fake tensors lack
         if fused or find_device(config.plan.device).kind == "gpu":
             stack.enter_context(fused_norm(trace, _local))
         if config.model.moe.n_experts:
@@ -148,7 +146,7 @@ def dry_run(
 
 
 def _build_stage(config: Config, layout: mesh.Layout, names: list[str], *, compiled: bool) -> Llama:
-    """Build a stage, with only its experts' operators compiled; fusion.py models the other compiled operators."""
+    """Build a stage in which only experts have compiled operators; fusion.py models all other compilation."""
     stage = build.build_stage(config, layout, names, CPU)
     for block in stage.layers.values():
         if compiled and isinstance(block.feed_forward, RunsUncompiled):
@@ -158,7 +156,7 @@ def _build_stage(config: Config, layout: mesh.Layout, names: list[str], *, compi
 
 def axes_of_groups(layout: mesh.Layout) -> dict[str, tuple[str, list[int]]]:
     """Return the axis and the global ranks of each process group of a layout, by the group's name."""
-    # An axis that has all ranks shares the group of "all", and the later entry of the axis replaces that of "all".
+    # An axis with all ranks shares the group of "all"; the returned dict then has the axis, the later entry.
     groups = {"all": dist.group.WORLD, **{axis: layout.mesh[axis].get_group() for axis in mesh.AXES}}
     groups |= {"ring": layout.ring_group, "ulysses": layout.ulysses_group}
     present = [(axis, group) for axis, group in groups.items() if group is not None]
@@ -183,8 +181,8 @@ def _fuse_compiled(segments: Sequence[Segment], components: Collection[str]) -> 
 
 
 class RecordedStep:
-    """Replaces an optimizer in TrainStep.update: `step` records operators instead of running them. The scale of the
-    gradients stays a device tensor, as for a fused optimizer (optimizer.clipped_step)."""
+    """Replaces an optimizer in TrainStep.update: `step` records operators instead of running them. The factor of
+    clipping stays a tensor on the device, as for a fused optimizer (optimizer.clipped_step)."""
 
     _step_supports_amp_scaling = True
 
@@ -194,7 +192,7 @@ class RecordedStep:
 
 
 def _update(config: Config, trace: OpTrace, stage: Llama, optimizer: Any, balance: Balance | None) -> None:
-    """Run the end of a step, after its last backward: sums over ranks, clipping, optimizer step, balance of experts."""
+    """Run a step after its last backward: sums over ranks, gradient clipping, optimizer step, balance of experts."""
     trace.mark("update")
     parameters = list(stage.parameters())
     for parameter in (each for each in parameters if each.requires_grad):  # frozen weights (LoRA) have no gradient
@@ -205,7 +203,7 @@ def _update(config: Config, trace: OpTrace, stage: Llama, optimizer: Any, balanc
     with torch.no_grad():
         loss_sum, valid = (torch.ones((), dtype=torch.float64) for _ in range(2))
         totals = train_step.groups.totals(loss_sum, valid, parameters, Signals())
-        train_step.update(optimizer, totals.norm, torch.tensor(True))  # fake tensors know the value of a constant
+        train_step.update(optimizer, totals.norm, torch.tensor(True))  # a fake tensor of a constant has a value
         if isinstance(optimizer, RecordedStep):
             _average(config, optimizer.optimizer)
         optimizer.zero_grad()
@@ -234,7 +232,7 @@ def _create_states(config: Config, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _average(config: Config, optimizer: torch.optim.Optimizer) -> None:
-    """Update the weight average (ema) after a step that was recorded instead of run, which did not update it."""
+    """Update the weight average (ema), which a recorded optimizer step leaves unchanged."""
     if config.ema.decay:
         from titanlite.techniques import ema  # late import: most plans do without an average
 
@@ -268,8 +266,7 @@ def _local(tensor: Tensor) -> list[Tensor]:
 def _persistent(
     trace: OpTrace, stage: Llama, optimizer: torch.optim.Optimizer, folded: FoldedStage
 ) -> tuple[Bytes, int, int, float]:
-    """Set the kind of all allocations that stay from step to step. Return the allocations' bytes by kind over all
-    layers, and `gradients`, `rotary` and `scale` of DryRun."""
+    """Set the kind of allocations that stay from step to step. Return `persistent`, ..., `scale` of DryRun."""
     total, weights, of_run_layers, rotary = dict.fromkeys(KINDS, 0), 0, 0, 0
     parameters = dict(stage.named_parameters())
     tensors = [("parameters", name, tensor) for name, tensor in [*parameters.items(), *stage.named_buffers()]]
@@ -302,9 +299,8 @@ def _mark_layers(trace: OpTrace, stage: Llama) -> None:
     def attend_and_mark(attend: Callable[..., Any], layer: int, *args: Any) -> tuple[Tensor, Tensor]:
         """Run a block up to its experts, and mark where the experts begin."""
         begun, *number = trace.segments[-1].mark
-        if again := begun.endswith(
-            " B"
-        ):  # AC repeats a block's forward in its backward, or in its group's first backward
+        # AC repeats a block's forward in the block's backward, or in the first backward of a group of blocks.
+        if again := begun.endswith(" B"):
             trace.mark("layer B", layer := number[0])
         output, normed = attend(*args)
         trace.mark("layer experts B" if again else "layer experts F", layer)
@@ -332,7 +328,7 @@ def _batch(config: Config, n_sequences: int) -> Batch:
 
 def _run_accumulation_steps(config: Config, trace: OpTrace, model: Llama) -> None:
     """Run the first, a middle and the last accumulation step like TrainStep.forward_backward, which fake tensors cannot
-    run, since it reads the number of valid tokens."""
+    run: it reads the number of valid tokens, and fake tensors have no values."""
     runner, valid = SingleStageRunner(model), torch.ones((), dtype=torch.float64)
     numbers = dry_run_accumulation_steps(config.gradient_accumulation_steps)
     for accumulation_step in numbers:
@@ -342,13 +338,13 @@ def _run_accumulation_steps(config: Config, trace: OpTrace, model: Llama) -> Non
 
 
 def _run_microbatches(config: Config, trace: OpTrace, model: Llama, number: int, group: Any) -> None:
-    """Run three microbatches through a pipeline stage, like torch's schedules. If the schedule splits the backward, run
-    a fourth one with a split backward, except in the first stage, whose backward is never split."""
+    """Run three microbatches through a pipeline stage, as torch's schedules do. If the schedule splits the backward,
+    run a fourth microbatch with a split backward, except in the first stage, which never splits it."""
     parallelism, shape = config.parallelism, config.hidden_shape
     dtype = getattr(torch, config.training.mixed_precision_param)
     stage = pipeline_stage(model, number, parallelism, group=group, hidden_shape=shape, dtype=dtype, device=CPU)
     stage.has_backward = True  # torch's schedules set this attribute
-    if hasattr(model, "set_manual_backward_finalization"):  # torch 2.15 calls this in forward_one_chunk
+    if hasattr(model, "set_manual_backward_finalization"):  # torch 2.15's forward_one_chunk does so
         model.set_manual_backward_finalization(True)
     first, last = number == 0, number == parallelism.n_stages - 1
     fsdp.prepare_accumulation_step(model, parallelism, last=True)
@@ -383,7 +379,7 @@ def _run_microbatches(config: Config, trace: OpTrace, model: Llama, number: int,
         trace.mark(Pass.INPUT_GRADIENT, SPLIT)
         arguments = backward_arguments(hidden, (output,))
         input_grads, groups = stage.backward_maybe_with_nosync("input", arguments)
-        del input_grads, hidden  # a schedule has sent the input gradients by now
+        del input_grads, hidden  # a real schedule has sent and freed the input gradients by now
         trace.mark(Pass.WEIGHT_GRADIENT, SPLIT)
         stage.backward_maybe_with_nosync("weight", {"stage_output": (output,), "param_groups": groups})
         del arguments, output, groups

@@ -1,10 +1,9 @@
-"""The share of a data sheet's rates that programs reach, by architecture, with the spread of published figures, from
-efficiency.toml. The plan uses these shares for a device that was not calibrated. Each row names its source.
+"""The shares of a data sheet's rates that programs reach, by architecture, with the spread of published figures, read
+from efficiency.toml. The plan uses the shares for a device that was not calibrated.
 
 Rates depend on sizes. A matrix product takes time to start, keeps all multiprocessors busy only in full waves of tiles,
 and writes its result at the end. Attention reaches half of its rate at `half_length` tokens. A collective has a latency
-and a bandwidth, which falls with the number of nodes.
-"""
+and a bandwidth, which falls with the number of nodes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,8 +18,8 @@ from titanlite.metrics.devices import Device
 
 
 class Share(NamedTuple):
-    """A share of a rate, or seconds: the expected value, and the least and the most that were published. `of` names the
-    devices that the figure was measured on, separated by spaces; "": an estimate."""
+    """A share of a rate, or seconds: the expected value, and the lowest and highest published value. `of` names the
+    devices on which the value was measured, separated by spaces; "": the value is an estimate."""
 
     expected: float
     low: float
@@ -29,7 +28,7 @@ class Share(NamedTuple):
     of: str = ""
 
     def basis(self, name: str) -> str:
-        """Return what the figure is for the device with that name."""
+        """Return whether the value was measured on the device `name`, measured on another device, or estimated."""
         return "an estimate" if not self.of else "measured" if name in self.of.split() else "measured on another device"
 
 
@@ -52,16 +51,16 @@ class Efficiency(pydantic.BaseModel):
 
 
 _TABLES = read_toml(str(Path(__file__).with_name("efficiency.toml")))
-ANY = SimpleNamespace(**{key: Share(*row) for key, row in _TABLES.pop("any").items()})  # architecture: any
+ANY = SimpleNamespace(**{key: Share(*row) for key, row in _TABLES.pop("any").items()})  # values for all architectures
 _OF_DEVICES = _TABLES.pop("devices")
 EFFICIENCY = {name: Efficiency(**rows) for name, rows in _TABLES.items()}
 TILE = 128  # rows and columns of a tile of a matrix product's result
-WIDER = 0.1  # fraction by which an end of a range is farther off if the rate was measured on another device
+WIDER = 0.1  # fraction by which both ends of a range move outwards if the rate was measured on another device
 
 
 def reached(device: Device, name: str) -> Efficiency:
-    """Return the shares of rates that a device reaches: its own, or else its architecture's with wider ranges. `name`
-    is the name of the device's table or file."""
+    """Return the shares of rates that a device reaches. A share that was measured on another device of its architecture
+    has a wider range. `name`: the name of the device in devices.toml, or of its file."""
     table = _TABLES[device.architecture if device.kind == "gpu" else "cpu"]
     shares = Efficiency(**(table | _OF_DEVICES.get(name, {})))
     wider = {
@@ -73,6 +72,6 @@ def reached(device: Device, name: str) -> Efficiency:
 
 
 def slowest_of(n: int, spread: float) -> float:
-    """Return by which factor the slowest of n devices, for which all wait in a step, is slower than their mean, if the
-    times have a normal distribution with a standard deviation of `spread` (approximated by a quantile)."""
+    """Return the time of the slowest of n devices, for which all others wait, as a multiple of the mean time. The times
+    have a normal distribution with the standard deviation `spread`; a quantile approximates the expected maximum."""
     return 1 + spread * NormalDist().inv_cdf((n - 0.375) / (n + 0.25))

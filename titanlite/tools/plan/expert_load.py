@@ -1,9 +1,8 @@
-"""The load of experts that a plan assumes; in a run the routers decide it.
+"""The load of experts that a plan assumes; in a run the routers decide the load.
 
-The tokens of a rank are spread evenly over the ranks of its expert-parallel group. The planned rank is the busiest of
-its group in every layer: it receives plan.expert_imbalance times the mean (1: the load is balanced), rounded up. A row
-is a token that is sent to one expert. Shapes: E experts of this rank, R ranks of an expert-parallel group.
-"""
+The planned rank is the busiest of its expert-parallel group in every layer: it receives plan.expert_imbalance times the
+mean (1: a balanced load), rounded up. The other ranks of the group share the remaining rows evenly. A row is a token
+that is sent to one expert. Shapes: E experts of this rank, R ranks of an expert-parallel group."""
 
 import contextlib
 import math
@@ -20,14 +19,14 @@ from titanlite.tools.plan.op_trace import replaced
 class ExpertLoad(NamedTuple):
     """The load of a layer's experts in a microbatch."""
 
-    sent: int  # rows (a token for one expert) that a rank routes, over all experts
+    sent: int  # rows (tokens, each for one expert) that a rank sends to all experts
     received: int  # rows that the planned rank receives from each rank of its expert-parallel group, itself included
     n_ranks: int  # ranks of the expert-parallel group
     n_experts: int  # experts of a rank
 
     @property
     def per_expert(self) -> float:
-        """The mean number of rows of an expert of the planned rank."""
+        """The mean number of rows that an expert of the planned rank receives."""
         return self.received * self.n_ranks / self.n_experts
 
     def counts(self, counts: Tensor) -> list[Any]:
@@ -55,8 +54,8 @@ def even_shares(total: int, n: int) -> list[int]:
 
 @contextlib.contextmanager
 def assumed(config: Config, on_read: Callable[[], None]) -> Iterator[None]:
-    """Let mixtures of experts in the with block use the assumed load, since fake tensors have no counts, and the
-    grouped products of the config's device. Calls `on_read` where a run waits for the device to read counts."""
+    """Inside the with block, mixtures of experts read the assumed load instead of fake tensors' values, and use the
+    grouped products of the config's device. `on_read` is called where a run waits for the device to read counts."""
     from titanlite.techniques.moe import counts, layer  # late import: a dense model has no experts
 
     types, load = layer.GROUPED_MM_DTYPES, expert_load(config)

@@ -1,8 +1,6 @@
-"""Plan a grid of layouts around a config, and write one HTML page in which a reader chooses among them.
-
-The axes are degrees, batch, activation checkpointing (AC) and device. A chain is the configs that differ only in batch
-and device, from the smallest batch to the first that fits no device. Chains are planned in parallel.
-"""
+"""Plan a grid of layouts similar to a config's, and write one HTML page on which a reader chooses a layout. The axes of
+the grid are degrees, batch, activation checkpointing (AC) and device. A chain is a set of configs that differ only in
+batch and device, planned from the smallest batch to the first that fits no device. Chains are planned in parallel."""
 
 import contextlib
 import html
@@ -31,17 +29,17 @@ from titanlite.tools.plan.result import Plan
 
 DEGREES = {"tp": TENSOR, "pp": PIPELINE, "cp": CONTEXT, "dp_replicate": REPLICATE}
 AC_OPTION = "activation_checkpoint.selective_ac_option"
-AC = ["none", "selective", "selective attention", "full"]  # mode, then selective_ac_option unless it is "op"
+AC = ["none", "selective", "selective attention", "full"]  # values of mode, with a selective_ac_option other than "op"
 MODE, WORKERS = r"(none|full|selective( \w+)?)", 4
 AXIS = rf"({'|'.join(DEGREES)}|batch)=[1-9]\d*(,[1-9]\d*)*|ac={MODE}(,{MODE})*|device=.+"
 
-Entries = dict[str, dict[str, Any]]  # the page's JSON data of each choice, by the choice's values joined with "|"
-Chain = dict[int, dict[str, LoadedConfig[Config]]]  # one task's configs, by batch, then by key of Entries
+Entries = dict[str, dict[str, Any]]  # JSON data of each layout on the page, by the values of all axes joined with "|"
+Chain = dict[int, dict[str, LoadedConfig[Config]]]  # the configs of a chain, by batch, then by key of Entries
 
 
 def make_axes(config: Config, texts: list[str]) -> dict[str, list[Any]]:
-    """Return the values of each axis, the config's own first. `texts` such as tp=1,2 name the values of an axis. By
-    default tp, pp, cp and batch also have half and twice the config's value. Raises ConfigError if a text is wrong."""
+    """Return the values of each axis of the grid, the config's own first. A text such as tp=1,2 gives the values of an
+    axis. By default tp, pp, cp and batch also have half and twice the config's. Raises ConfigError for a wrong text."""
     axes: dict[str, list[Any]] = {name: [value_of(config, key)] for name, key in DEGREES.items()}
     axes["batch"] = [value_of(config, MICROBATCH if axes["pp"] > [1] else BATCH)]
     for name in ("tp", "pp", "cp", "batch"):
@@ -60,17 +58,17 @@ def make_axes(config: Config, texts: list[str]) -> dict[str, list[Any]]:
 
 
 def overrides(choice: dict[str, Any], plan: Plan, loaded: LoadedConfig[Config]) -> list[str]:
-    """Return the arguments that turn a config into a choice of values. With a pipeline, the chosen batch is the
-    microbatch size, and the number of accumulation steps is that of the config, or 1 if the config has no pipeline."""
+    """Return the command-line options that give a config the chosen value of each axis. In a pipeline, the chosen batch
+    is the microbatch size, and the gradient accumulation steps stay the config's (1 if it has no pipeline)."""
     config, product = plan.config, choice["tp"] * choice["pp"] * choice["cp"]
-    ranks = max(plan.world_size // product, 1)  # ranks that read different sequences
-    options = {key: choice[name] for name, key in DEGREES.items()}  # rules reject degrees that do not fit the ranks
+    ranks = max(plan.world_size // product, 1)  # number of ranks that read different sequences
+    options = {key: choice[name] for name, key in DEGREES.items()}  # config rules reject degrees that do not fit
     options["parallelism.data_parallel_shard_degree"] = max(ranks // choice["dp_replicate"], 1)
     sequences, local = config.training.global_batch_size, choice["batch"]
     if choice["pp"] > 1:
         times = config.gradient_accumulation_steps if config.parallelism.pipeline_parallel_degree > 1 else 1
         options[MICROBATCH], local = local, max(sequences // ranks // times, local)
-    if loaded.config.training.global_batch_size == -1:  # automatic: at least the config's sequences
+    if loaded.config.training.global_batch_size == -1:  # -1: round `sequences` up to full batches
         times = math.ceil(sequences / (local * ranks)) * loaded.config.fault_tolerance.n_groups
         options["training.global_batch_size"] = times * local * ranks
     options |= {BATCH: local, "plan.device": choice["device"]}
@@ -79,7 +77,7 @@ def overrides(choice: dict[str, Any], plan: Plan, loaded: LoadedConfig[Config]) 
 
 
 def planned(plan: Plan) -> dict[str, Any]:
-    """Return a plan's entry in the page's JSON data."""
+    """Return the JSON data that the page shows for a plan."""
     fits, line = verdict(plan)
     memory = {kind: size for kind, size in plan.worst.peak.bytes.items() if size > 0}
     layout = f"{describe_mesh(plan.config)}; {plan.config.training.global_batch_size:,} sequences per step"
@@ -95,7 +93,7 @@ def planned(plan: Plan) -> dict[str, Any]:
 
 
 def plan_chain(chain: Chain, world_size: int) -> Entries:
-    """Return the page's entries of a chain. Once a batch fits no device, larger batches are not planned."""
+    """Plan a chain and return its entries for the page. Once a batch fits no device, larger batches are not planned."""
     entries, unfit = Entries(), 0
     for batch, variants in sorted(chain.items()):
         plans, cache, problem = [], {}, f"batch {unfit} does not fit already"
@@ -111,8 +109,8 @@ def plan_chain(chain: Chain, world_size: int) -> Entries:
 
 
 def write_explorer(plan: Plan, arguments: list[str], axes: dict[str, list[Any]], seconds: float, target: Path) -> bool:
-    """Plan a grid of layouts around a config, and write the page. Return False if Ctrl-C ended the planning early.
-    `arguments`: the command's config and overrides. `seconds`: the time to plan the config itself."""
+    """Plan the grid of layouts, and write the page. Return False if Ctrl-C ended the planning early. `arguments`: the
+    command's config and overrides. `seconds`: the time that planning the config itself took."""
     entries, chains, own = Entries(), dict[str, Chain](), load(arguments)
     for values in itertools.product(*axes.values()):
         choice = dict(zip(axes, values, strict=True))
@@ -146,7 +144,7 @@ def write_explorer(plan: Plan, arguments: list[str], axes: dict[str, list[Any]],
     colours = KIND_COLOURS | SHARE_COLOURS | {"overhead": "#777777"}
     text = json.dumps({"axes": axes, "colours": colours, "entries": entries}, separators=(",", ":"))
     body = Path(__file__).with_name("explore.html").read_text(encoding="utf-8").replace("[[TITLE]]", html.escape(title))
-    body = body.replace("[[GRID]]", text.replace("<", r"\u003c"))  # escape "<": no text ends the script element
+    body = body.replace("[[GRID]]", text.replace("<", r"\u003c"))  # escape "<", since "</script>" would end the element
     target.write_text(page(title, body), encoding="utf-8", newline="\n")
     print(f"wrote {target}")
     return complete

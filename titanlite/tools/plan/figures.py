@@ -1,5 +1,5 @@
-"""Write a plan as one HTML file: memory over the step, the pipeline schedule and the step time as figures, and the
-terminal's tables. Figures are SVG inside the page, with selectable text. Equal plans give equal bytes."""
+"""Write a plan as one HTML file with figures of memory over the step, pipeline schedule and step time, and with the
+terminal's tables. Figures are SVG inside the page, with selectable text. Equal plans give byte-identical files."""
 
 import html
 import math
@@ -23,13 +23,13 @@ KIND_COLOURS, SHARE_COLOURS = WORDS["kind_colours"], WORDS["share_colours"]
 ACTIONS = {Pass(letter): looks for letter, looks in WORDS["actions"].items()}  # colour and name
 UPDATE_COLOUR, LIMIT_COLOUR = "#555555", "#b00020"
 IDLE = {"facecolor": "#ffffff", "edgecolor": "#999999", "hatch": "/////", "linewidth": 0}
-MAX_POINTS = 1000  # points of a memory curve: a figure has no room for more
-REPORT_WIDTH = 150  # columns, so that the names in the memory table are not truncated
+MAX_POINTS = 1000  # most points of a memory curve: the figure has no room for more
+REPORT_WIDTH = 150  # columns of the report, enough for all names in the memory table
 BODY = Path(__file__).with_name("figures.html").read_text(encoding="utf-8")
 
 
 def write_html(plan: Plan, file: str, target: Path) -> None:
-    """Write a self-contained page about the plan of a config file. Overwrites the target if it exists."""
+    """Write a self-contained page about the plan of the config `file`. Overwrites `target` if it exists."""
     rank = f"Pipeline rank {plan.worst.rank}, which needs the most." if len(plan.ranks) > 1 else "Every rank."
     skipped = "" if plan.spans else " Of its gradient accumulation steps the first, a middle and the last are shown."
     captions = WORDS["captions"]
@@ -50,7 +50,7 @@ def write_html(plan: Plan, file: str, target: Path) -> None:
 
 
 def memory_figure(plan: Plan) -> Figure:
-    """Draw GiB on the device by kind, stacked, over the step of the rank that needs the most, with peak and limit."""
+    """Draw device memory in GiB by kind, stacked, over the step of the worst rank, with the peak and the limit."""
     figure = Figure((WIDTH, 4.2), layout="constrained")
     axes, rank = figure.add_subplot(), plan.worst
     kinds = [kind for kind in KIND_COLOURS if any(point.bytes[kind] > 0 for point in rank.points)]
@@ -61,12 +61,12 @@ def memory_figure(plan: Plan) -> Figure:
     axes.set_xlim(0, len(rank.points) - 1)
     axes.spines[["top", "right"]].set_visible(False)
     limit, peak = (plan.device.memory - sum(rank.overhead.values())) / GIB, rank.peak.total / GIB
-    near = limit < 2.5 * peak  # a limit far above would flatten the curve
+    near = limit < 2.5 * peak  # an axis up to a limit far above the peak would flatten the curve
     top = 1.2 * max(peak, limit if near else 0)
     axes.set(ylim=(0, top), ylabel="GiB")
     at = rank.points.index(rank.peak)
     side = "right" if at > len(rank.points) / 2 else "left"
-    above = peak if limit > 1.25 * peak else max(peak, limit)  # keep the label above the limit's line
+    above = peak if limit > 1.25 * peak else max(peak, limit)  # put the peak's label above the limit's line
     arrow = {"arrowstyle": "-|>", "color": "#111111", "linewidth": 0.8, "relpos": (side == "right", 0)}
     place = {"xy": (at, peak), "xytext": (at, above + 0.09 * top), "ha": side, "va": "bottom"}
     axes.annotate(f"peak: {peak:.2f} GiB in {rank.peak.label}", **place, arrowprops=arrow)
@@ -82,11 +82,11 @@ def memory_figure(plan: Plan) -> Figure:
 
 
 def schedule_figure(plan: Plan) -> Figure:
-    """Draw the step's seconds from left to right, with a line for each pipeline rank and a box for each action."""
+    """Draw the pipeline schedule over the seconds of a step: a line for each rank and a box for each action."""
     n_ranks = len(plan.spans)
     width, height = WIDTH, 0.95 + (0.3 if n_ranks <= 16 else 0.2) * n_ranks
     figure = Figure((width, height))
-    # The axes' position is fixed, since their width decides which microbatch numbers fit into boxes.
+    # The position of the axes is fixed, since the width of the axes decides which microbatch numbers fit into boxes.
     axes = figure.add_axes((0.5 / width, 0.5 / height, 1 - 0.65 / width, 1 - 0.95 / height))
     points_per_second = 72 * (width - 0.65) / plan.step_seconds
     end = plan.step_seconds - plan.update_seconds
@@ -122,7 +122,7 @@ def schedule_figure(plan: Plan) -> Figure:
 
 
 def time_figure(plan: Plan) -> Figure:
-    """Draw the seconds of the busiest rank's step as one bar, divided by what they are spent on."""
+    """Draw the seconds of the busiest rank's step as one bar, divided by report.time_shares."""
     figure = Figure((WIDTH, 1.75), layout="constrained")
     axes, begin = figure.add_subplot(), 0.0
     for name, seconds in time_shares(plan).items():
@@ -139,8 +139,7 @@ def time_figure(plan: Plan) -> Figure:
 
 
 def thinned(points: Sequence[Point], most: int) -> list[int]:
-    """Return the indices of about `most` points to draw: the first, the last, and the highest and lowest of each
-    stretch, so that no peak is lost."""
+    """Return the indices of about `most` points to draw: first, last, and highest and lowest of each stretch."""
     if len(points) <= most:
         return list(range(len(points)))
     stretch, chosen = math.ceil(2 * len(points) / most), {0, len(points) - 1}
@@ -151,7 +150,7 @@ def thinned(points: Sequence[Point], most: int) -> list[int]:
 
 
 def _name_phases(axes: Axes, points: Sequence[Point]) -> None:
-    """Name up to 12 phases (each forward, backward and update) below the axis, with ticks between them."""
+    """Write the names of up to 12 phases (each forward, backward and update) below the axis, with ticks between."""
     phases = [point.label.split(",")[0] for point in points]
     begins = [number for number in range(1, len(points)) if phases[number] != phases[number - 1]]
     if len(begins) > 12:
@@ -166,7 +165,7 @@ def _name_phases(axes: Axes, points: Sequence[Point]) -> None:
 
 
 def _boxes(boxes: Sequence[tuple[float, float, int]], **looks: object) -> PathPatch:
-    """Return boxes (start, end, row) as one path, because thousands of separate shapes would make a large file."""
+    """Return all boxes (start, end, row) as one path; a file of thousands of separate shapes would be large."""
     corners, codes = [], []
     for start, end, row in boxes:
         corners += [(start, row - 0.4), (end, row - 0.4), (end, row + 0.4), (start, row + 0.4), (start, row - 0.4)]

@@ -1,6 +1,6 @@
-"""Model the effect of torch.compile on a block's operators, without compiling. As a model of inductor, all pointwise
-operators between two matrix multiplications, attentions or collectives become one kernel. Results that no other kernel
-reads are never written. Results that the backward can compute again at little cost are not saved."""
+"""Model the effect of torch.compile on a block's operators, without compiling. In the model of inductor, all pointwise
+operators between two matrix multiplications, attentions or collectives become one kernel. A result that no other kernel
+reads is never written. A result that the backward can compute again at little cost is not saved."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -16,10 +16,9 @@ def is_fusible(work: Work) -> bool:
 
 
 def fuse(segments: Sequence[list[Event]]) -> list[list[Event]]:
-    """Return the events of some segments, with neighbouring pointwise operators fused; no kernel spans two segments.
-    A kernel replaces the first operator of its group, with all bytes that the group reads and writes. The group's other
-    operators are removed, and so are allocations that only the group reads and its segment frees. The host dispatches
-    one operator per kernel, and none on DTensors."""
+    """Return the events of segments, with neighbouring pointwise operators of a segment fused. A kernel replaces the
+    first operator of its group, with all bytes that the group reads and writes. The group's other operators are
+    removed, and allocations that only the group reads and its segment frees. The host dispatches only kernels."""
     groups = [group for segment in segments for group in _groups(segment)]
     readers: dict[Allocation, set[int]] = {}
     writer: dict[Allocation, int] = {}
@@ -35,7 +34,7 @@ def fuse(segments: Sequence[list[Event]]) -> list[list[Event]]:
         for allocation, number in writer.items()
         if is_fusible(groups[number][0])
         and allocation.kind in ("temporary", "logits")
-        and readers.get(allocation) == {number}  # otherwise a collective reads the allocation
+        and readers.get(allocation) == {number}  # a result without readers goes to a collective
         and allocation in freed
         and allocation.shape != ()
     }
@@ -64,7 +63,7 @@ def _freed_where_allocated(segment: list[Event]) -> set[Allocation]:
 
 
 def _with_kernels(segment: list[Event], kernels: dict[int, Work], internal: set[Allocation]) -> list[Event]:
-    """Return the events of a segment with the kernels in the place of their first operators."""
+    """Return the events of a segment, with each kernel in place of the first operator that it computes."""
     fused: list[Event] = []
     for event in segment:
         own = kernels.get(id(event)) if isinstance(event, Work) else event
@@ -88,23 +87,22 @@ def _kernel(group: list[Work], own: set[Allocation], internal: set[Allocation]) 
 
 
 def overlap(segments: Sequence[Segment], groups: Mapping[str, int]) -> None:
-    """Mark, in place, the collectives that async TP overlaps in compiled blocks, and their products (torch 2.13:
-    torch._inductor.fx_passes.micro_pipeline_tp). `groups`: number of ranks of each tensor-parallel group."""
+    """Mark, in place, the collectives that async TP overlaps in compiled blocks, and the products that these overlap
+    with (torch 2.13: torch._inductor.fx_passes.micro_pipeline_tp). `groups`: ranks of each tensor-parallel group."""
     for events in (segment.events for segment in segments if segment.mark[0] in ("layer F", "layer B")):
         works, split = [event for event in events if isinstance(event, Work)], dict[int, Work]()
         for index, event in enumerate(events):
             if isinstance(event, Communication) and (n := groups.get(event.group, 1)) > 1:
                 found = {id(work): work._replace(kernels=n) for work in _overlapping(event, works)}
-                # A copy and two barriers of each of the n chunks are 3 * n kernels.
+                # Each of the n chunks has a copy and two barriers: 3 * n kernels.
                 events[index] = event._replace(products=tuple(found.values()), kernels=3 * n if found else 1)
                 split |= found
         events[:] = [split.get(id(event), event) for event in events]
 
 
 def _overlapping(event: Communication, works: list[Work]) -> list[Work]:
-    """Return the products that async TP overlaps with a collective: products of its gathered tensor and a weight, or
-    the product whose result only the collective reads. Products with a bias, products of a gathered tensor that is cast
-    to float8, and sums of products are not overlapped."""
+    """Return the products that async TP overlaps with a collective: products of an all-gathered tensor and a weight, or
+    the product that a reduce-scatter alone reads; none with a bias, of a tensor cast to float8, or in sums."""
     if event.name == "all_gather":
         gathered = [work for work in works if work.name == "aten.mm" and work.inputs[0] in event.outputs]
         return [work for work in gathered if work.inputs[1].kind in ("parameters", "gathered")]
@@ -114,8 +112,9 @@ def _overlapping(event: Communication, works: list[Work]) -> list[Work]:
 
 
 class _Life:
-    """The history of an allocation: the segment that allocates it (`born`), the one that frees it (-1: none), its
-    number of changes of size, the operators of segment `born` that use and that write it, and its later users."""
+    """The history of an allocation: the number of the segment that allocates it (`born`), the number of the segment
+    that frees it (-1: none), how often its size changes, the operators of segment `born` that use it and that write it,
+    and (segment, operator) of later uses."""
 
     def __init__(self, born: int):
         self.born, self.freed, self.changes = born, -1, 0
@@ -130,15 +129,15 @@ class _Saved:
     def __init__(self, segments: Sequence[Segment]):
         self.segments, self.lives = segments, _lives(segments)
         self.freed: set[Allocation] = set()  # allocations that the forward frees instead of saving
-        self.sources: dict[Allocation, set[Allocation]] = {}  # freed -> inputs of its computation in the backward
+        self.sources: dict[Allocation, set[Allocation]] = {}  # inputs from which the backward computes each of `freed`
 
     def exists(self, allocation: Allocation, number: int) -> bool:
-        """Return whether an allocation exists in a segment."""
+        """Return whether an allocation exists in segment `number`."""
         life = self.lives.get(allocation)
         return life is None or (allocation not in self.freed and (life.freed == -1 or life.freed >= number))
 
     def computed_from(self, allocation: Allocation, number: int) -> set[Allocation] | None:
-        """Return the saved allocations from which a pointwise result can be computed in a segment, or None."""
+        """Return the saved allocations from which segment `number` can compute a pointwise result; None: it cannot."""
         life, found = self.lives[allocation], set()
         if not life.writers or not all(map(is_fusible, life.writers)):
             return None
@@ -153,7 +152,7 @@ class _Saved:
         return found
 
     def compute_again(self, allocation: Allocation) -> None:
-        """Free an allocation in the forward if the backward can compute it from saved, or smaller, allocations."""
+        """Free an allocation in the forward if the backward can compute it from saved allocations or smaller ones."""
         life = self.lives[allocation]
         number = life.later[0][0]
         found = self.computed_from(allocation, number)
@@ -161,7 +160,7 @@ class _Saved:
         if found is None or sum(source.largest for source in instead) >= allocation.largest:
             return
         late = self.segments[life.freed].events
-        for source in instead:  # the backward recomputes an allocation from its source, which must still exist
+        for source in instead:  # save each source until the backward recomputes the allocation from it
             end = _take_end(self.segments, source, self.lives[source])
             late.insert(_end_of(allocation, late), end)
             self.lives[source].freed, source.kind = life.freed, allocation.kind
@@ -173,9 +172,9 @@ class _Saved:
 
 def save_less(segments: Sequence[Segment], forward: Collection[int], backward: Collection[int]) -> None:
     """Free in the forward the results that eager autograd saves and a compiled block does not
-    (torch._functorch.partitioners.min_cut_rematerialization_partition). The backward does not read such results, or
-    they are pointwise and only pointwise operators of the backward read them. The inputs of such a pointwise result
-    exist in the backward anyway, or are smaller and saved instead: bfloat16 logits instead of their float32
+    (torch._functorch.partitioners.min_cut_rematerialization_partition): results that the backward does not read, and
+    pointwise results that only pointwise operators of the backward read. The inputs of such a pointwise result exist in
+    the backward anyway, or are smaller and are saved instead, such as bfloat16 logits instead of their float32
     log-softmax. `forward`, `backward`: numbers of the compiled segments."""
     saved = _Saved(segments)
     for allocation, life in saved.lives.items():

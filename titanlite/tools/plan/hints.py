@@ -1,4 +1,4 @@
-"""Hints at common mistakes in a plan, one line each with the option to change (docs/choose_a_layout.md)."""
+"""Hints at common mistakes in a config, found by its plan, each a line with an option (docs/choose_a_layout.md)."""
 
 import itertools
 from collections.abc import Iterator
@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from titanlite.config.stage_split import SPLIT_BACKWARD
 from titanlite.tools.plan.result import Plan, devices_per_node
 
-GIB, MICROBATCHES_PER_RANK, SMALL = 2**30, 4, 0.1  # SMALL: least share of a step for which lost time is mentioned
-STATES = ("parameters", "gradients", "optimizer")  # kinds of memory that, like "gathered", do not depend on the batch
+GIB, MICROBATCHES_PER_RANK, SMALL = 2**30, 4, 0.1  # SMALL: a hint names lost time above this share of a step
+STATES = ("parameters", "gradients", "optimizer")  # kinds of memory that do not depend on the batch, besides "gathered"
 
 
 def hints(plan: Plan) -> list[str]:
@@ -36,7 +36,7 @@ def in_time(plan: Plan) -> Iterator[str]:
 
 
 def few_microbatches(plan: Plan) -> str:
-    """Return a hint if a pipeline is idle for long while it fills and drains: how to get more microbatches."""
+    """Return a hint at an option that gives a pipeline more microbatches, if the pipeline bubble is large, or ""."""
     config, degree, n = plan.config, plan.config.parallelism.pipeline_parallel_degree, plan.config.n_microbatches
     if plan.pipeline_bubble < SMALL or n >= MICROBATCHES_PER_RANK * degree:
         return ""
@@ -50,8 +50,8 @@ def few_microbatches(plan: Plan) -> str:
 
 
 def too_little_memory(plan: Plan) -> str:
-    """Return what to change if the plan does not fit: the first option that is enough, or the one that saves most. The
-    options are sharding instead of replicas, activation checkpointing, a smaller batch, more devices."""
+    """Return a hint at the first option with which a plan that does not fit would fit, or at the option that saves
+    most: sharding instead of replicas, activation checkpointing, a smaller batch, more devices. "": the plan fits."""
     config, excess, peak = plan.config, plan.worst.total - plan.device.memory, plan.worst.peak
     parallelism, batch, states = config.parallelism, config.training.local_batch_size, sum(map(peak.bytes.get, STATES))
     replicas, is_pipeline = parallelism.data_parallel_replicate_degree, bool(plan.spans)
@@ -69,10 +69,10 @@ def too_little_memory(plan: Plan) -> str:
 
 
 def memory_to_spare(plan: Plan) -> Iterator[str]:
-    """Yield hints to drop an option that saves memory, if the plan has room for the bytes that the hint may add."""
+    """Yield hints to turn off an option that saves memory, if the device has room for the bytes that this may add."""
     config, worst, training, seconds = plan.config, plan.worst, plan.config.training, plan.cost.seconds
     spare, peak = (plan.device.memory - worst.total) / (worst.total / worst.peak.total), worst.peak
-    # The memory that the backward of a recomputed block adds includes all of the block's activations.
+    # The backward of a block under full AC adds at least the memory of all the block's activations.
     pairs = itertools.pairwise(worst.points)
     block = max((after.total - before.total for before, after in pairs if ", layer" in after.label), default=0)
     saved = config.model.n_layers * block

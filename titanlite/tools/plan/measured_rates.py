@@ -1,8 +1,6 @@
-"""Look up how long an operator or a collective takes on a device that `titanlite calibrate` has measured.
-
-Between measured points, seconds are interpolated over bytes for collectives and memory-bound operators, and FLOP/s over
-sizes for matrix multiplication and attention, on a logarithmic scale because sizes differ by orders of magnitude.
-"""
+"""Look up how long an operator or a collective takes on a device that `titanlite calibrate` has measured. Between
+measured points, the seconds of collectives and memory-bound operators are interpolated over bytes, and the FLOP/s of
+matrix multiplication and attention over sizes, on a logarithmic scale because sizes differ by orders of magnitude."""
 
 import bisect
 import itertools
@@ -33,9 +31,9 @@ def work_seconds(measured: Measured, work: Work) -> float:
 
 
 def collective_seconds(measured: Measured, name: str, size: int, n: int, nodes: int) -> float:
-    """Return the seconds of a collective of `size` bytes over n ranks on `nodes` nodes. The measured group that is
-    nearest, first in whether it spans nodes, then in its number of ranks, gives the seconds. The size is converted to
-    that group's number of ranks as in a ring, by (n - 1) / n. Raises ConfigError if no group was measured."""
+    """Return the seconds of a collective of `size` bytes over n ranks on `nodes` nodes, from the measured group that is
+    nearest: first in whether it spans nodes, then in its number of ranks. In both groups a rank sends (n - 1) / n of
+    the size, as in a ring; equal bytes sent take equal seconds. Raises ConfigError if no group was measured."""
     if not (rows := [row for row in measured.collectives if row.name == name]):
         raise ConfigError([f"plan.device: no {name} was measured there; calibrate with at least two ranks"])
     nearest = min(
@@ -46,8 +44,8 @@ def collective_seconds(measured: Measured, name: str, size: int, n: int, nodes: 
 
 
 def seconds_at(points: Sequence[Sequence[float]], size: float) -> float:
-    """Return the seconds at a size, from points (size, seconds) in ascending order. Below the first point the seconds
-    are constant, and above the last point proportional to the size."""
+    """Return the seconds at a size, from points (size, seconds) in ascending order. Below the first point seconds are
+    constant; above the last point they are proportional to the size."""
     smallest, largest = points[0], points[-1]
     if size <= smallest[0]:
         return smallest[1]
@@ -57,9 +55,8 @@ def seconds_at(points: Sequence[Sequence[float]], size: float) -> float:
 
 
 def rate_at(rows: Sequence[Sequence[float]], sizes: Sequence[float]) -> float:
-    """Return the rate at some sizes, from rows (*sizes, rate) on a grid that may have gaps. Sizes outside of the grid
-    are moved to its edge. The rate is a mean over the measured corners of the grid's cell, weighted by distance; if no
-    corner was measured, the nearest row's rate is taken."""
+    """Return the rate at `sizes`, from rows (*sizes, rate) on a grid with gaps. Sizes outside are moved to the grid's
+    edge. The rate is a weighted mean over the measured corners of the grid cell or, without these, the nearest rate."""
     table = {tuple(row[:-1]): row[-1] for row in rows}
     sides = []
     for axis, size in enumerate(sizes):

@@ -2,8 +2,7 @@
 
 Kinds of memory: parameters (a rank's shards, and the rotary table), gathered (weights that FSDP has all-gathered, and
 its buffers), gradients, optimizer (states), activations (saved in a forward for its backward), logits, communication
-(messages, and buffers of collectives), temporary (freed in the forward or backward that allocated it).
-"""
+(messages, and buffers of collectives), temporary (allocated and freed in the same forward or backward)."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -17,7 +16,7 @@ Bytes = dict[str, int]  # bytes by kind of memory
 
 
 class Point(NamedTuple):
-    """A moment of the step: a label of what runs, and the bytes that are allocated."""
+    """A moment of the step: a label of what runs then, and the bytes allocated then."""
 
     label: str
     bytes: Bytes
@@ -28,7 +27,7 @@ class Point(NamedTuple):
 
 
 class MemoryTimeline:
-    """Replays the allocations of segments, beginning with the bytes that stay allocated from step to step."""
+    """Computes memory over time from the allocations of segments, beginning with `persistent` bytes."""
 
     def __init__(self, config: Config, persistent: Bytes):
         self.current_bytes = {kind: persistent.get(kind, 0) for kind in KINDS}  # bytes allocated now, by kind
@@ -37,7 +36,7 @@ class MemoryTimeline:
         self._changes: dict[int, tuple[Bytes, Bytes]] = {}
 
     def replay(self, segments: Iterable[Segment], label: str, *, without: str = "") -> None:
-        """Append the points of some segments. `without`: a maker whose allocations are left out."""
+        """Append the points of some segments. `without`: allocations of this maker are left out."""
         for segment in segments:
             net, at_peak = self._change(segment, without)
             name, *number = segment.mark
@@ -49,7 +48,7 @@ class MemoryTimeline:
             self.points.append(Point(where, dict(self.current_bytes)))
 
     def net(self, segments: Iterable[Segment], *, without: str = "") -> Bytes:
-        """Return the bytes by kind that some segments allocate, less those that they free."""
+        """Return the bytes by kind that some segments allocate, minus the bytes that they free."""
         nets = [self._change(segment, without)[0] for segment in segments]
         return {kind: sum(net[kind] for net in nets) for kind in KINDS}
 
@@ -57,8 +56,8 @@ class MemoryTimeline:
         self.current_bytes = {kind: current_bytes.get(kind, 0) for kind in KINDS}
 
     def _change(self, segment: Segment, without: str) -> tuple[Bytes, Bytes]:
-        """Return the bytes by kind that a segment has added at its end, and at its peak."""
-        if id(segment.events) not in self._changes:  # the copies of a folded layer share its events
+        """Return the bytes by kind that a segment has added at its end, and those that it has added at its peak."""
+        if id(segment.events) not in self._changes:  # copies of a folded layer share one list of events
             now, total, most = dict.fromkeys(KINDS, 0), 0, 0
             at_peak = dict(now)
             for event in segment.events:

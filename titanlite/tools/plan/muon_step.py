@@ -1,6 +1,6 @@
 """Record Muon's step in a dry run. Muon assigns the matrices of all layers of a stage to ranks, in rounds, and a dry
-run has only a few layers. So this module computes the rounds of the full stage. Each round is recorded as its largest
-matrix, and rounds whose largest matrices have equal shapes share a phase ("muon", number, times)."""
+run has only a few layers. So this module computes the rounds of the full stage. It records only the largest matrix of
+each round, and rounds whose largest matrices have equal shapes share a phase ("muon", number, times)."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from titanlite.tools.plan.op_trace import Communication, OpTrace, Work
 
 
 def shapes_of_matrices(config: Config, names: Sequence[str] | None) -> list[tuple[int, ...]]:
-    """Return the shapes of the matrices of the named modules, or of all, that Muon orthogonalizes."""
+    """Return the shapes of the matrices that Muon orthogonalizes in the modules `names`; None: in all modules."""
     parameters = build.meta_model(config, names).named_parameters()
     return [tuple(parameter.shape) for name, parameter in parameters if is_orthogonalized(name, parameter)]
 
@@ -25,8 +25,8 @@ def shapes_of_matrices(config: Config, names: Sequence[str] | None) -> list[tupl
 def recorder(
     config: Config, mesh: DeviceMesh, names: Sequence[str], axes: dict[str, tuple[str, list[int]]]
 ) -> Callable[[OpTrace, Muon], None]:
-    """Return a function that runs AdamW's step of the weights without Muon, and records Muon's step in a stage of the
-    named modules. Add Muon's process group to `axes` if it is missing."""
+    """Return a function that runs AdamW's step for the weights that Muon leaves to AdamW, and records Muon's step for a
+    stage with the modules `names`. Add Muon's process group to `axes` if it is missing."""
     group = stage_group(mesh)
     axes.setdefault(group.group_name, ("stage", dist.get_process_group_ranks(group)))
     has_own_experts = config.parallelism.expert_parallel_degree == group.size()  # each rank's experts are unsharded
@@ -37,7 +37,7 @@ def recorder(
         optimizer.adamw.step()
         for weight in optimizer.matrices:
             size, exchanged = local_shard(weight).nbytes, local_shard(weight).numel() * optimizer.dtype.itemsize
-            # Bytes of four passes: momentum, look-ahead by one gradient, weight decay, subtraction of the result.
+            # Bytes of four operators: momentum, look-ahead by one gradient, weight decay, subtraction of the result.
             trace.record(Work("titanlite.techniques.muon", 0, "", 6 * size + exchanged, 3 * size + exchanged, (), ()))
         for number, (shape, times) in enumerate(longest.items()):
             trace.mark("muon", number, times)

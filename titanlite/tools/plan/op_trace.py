@@ -1,7 +1,5 @@
 """Record the operations of a program on fake tensors: every allocation and release, every operator and collective.
-
-Nothing is computed and nothing is sent, so the world can have any size.
-"""
+Nothing is computed and nothing is sent, so any number of ranks can be planned."""
 
 import contextlib
 import functools
@@ -52,11 +50,10 @@ class Allocation:
     """The memory of a torch storage, which a tensor and its views share.
 
     Attributes:
-        size, largest: current bytes, and the most bytes so far.
+        size, largest: current bytes, and the largest number of bytes so far.
         maker: the operator that allocated the memory, or `OpTrace.naming`'s argument; BUFFER for a module's buffer.
         kind: kind of memory (see titanlite/tools/plan/memory_timeline.py); "" until the kind is known.
-        shape: shape of the tensor that the memory was allocated for.
-    """
+        shape: shape of the tensor that the memory was allocated for."""
 
     __slots__ = ("kind", "largest", "maker", "shape", "size")
 
@@ -76,13 +73,13 @@ class Work(NamedTuple):
 
     name: str
     flops: int  # FLOPs of matrix multiplication and attention; 0 for all other operators
-    dtype: str  # the device's peak rate that applies to `flops`: "bf16", "fp8" or "fp32"; "" without flops
+    dtype: str  # name of the device's peak rate for `flops`: "bf16", "fp8" or "fp32"; "" without flops
     read: int  # bytes read from inputs
     written: int  # bytes written to outputs
     inputs: tuple[Allocation, ...]
     outputs: tuple[Allocation, ...]
-    sizes: tuple[int, ...] = ()  # number, m, n, k of products [m, k] x [k, n]; queries, keys, head_dim of attention
-    kernels: int = 1  # kernels, each with fewer rows, into which a matrix multiplication is split
+    sizes: tuple[int, ...] = ()  # (number, m, n, k) of products [m, k] x [k, n]; (queries, keys, head_dim) of attention
+    kernels: int = 1  # number of kernels into which a matrix multiplication is split by rows
 
     def of_rows(self, share: float) -> "Work":
         """Return this matrix multiplication with only a share (0 to 1) of the rows of [m, k]."""
@@ -96,7 +93,7 @@ class Dispatch(NamedTuple):
     """The host dispatches operators before the next event."""
 
     operators: int  # operators on plain tensors, including views
-    on_dtensors: int  # operators on DTensors, each of which dispatches operators on plain tensors
+    on_dtensors: int  # operators on DTensors; the operators that these dispatch on plain tensors count in `operators`
 
 
 class Communication(NamedTuple):
@@ -130,10 +127,10 @@ NORM, NORM_BACKWARD = "aten._fused_rms_norm", "aten._fused_rms_norm_backward"
 
 _TABLES = read_toml(str(Path(__file__).with_name("op_trace.toml")))
 VIEWS, COPIES = frozenset(_TABLES["views"]), frozenset(_TABLES["copies"])
-"""VIEWS are operators that move no data; COPIES overwrite an argument without reading it."""
+"""Operators of VIEWS move no data. Operators of COPIES overwrite an argument without reading it."""
 COLLECTIVES: dict[str, list[Any]] = _TABLES["collectives"]
-"""The collective of each operator, and the index of the argument that is the full tensor. ALL: the largest argument or
-result is the full tensor. Without an index, the result is the full tensor."""
+"""By operator: the collective that it is, and the index of the argument that is the full tensor. ALL: the largest
+argument or result is the full tensor. Without an index, the result is the full tensor."""
 COPY_IN = "fsdp.all_gather_copy_in"
 
 
@@ -142,8 +139,8 @@ class OpTrace(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.segments: list[Segment] = [Segment(("begin",), [])]  # segments of events, in the order of the host
-        self.live: dict[int, Allocation] = {}  # current allocations, by their storage's address
+        self.segments: list[Segment] = [Segment(("begin",), [])]  # segments in the order of the host's events
+        self.live: dict[int, Allocation] = {}  # current allocations, by the address of the torch storage
         self._watched: dict[int, Any] = {}
         self.enabled, self._maker = True, ""  # enabled: whether operators are recorded
         self._operators, self._on_dtensors = 0, 0  # operators dispatched since the last event
@@ -189,14 +186,14 @@ class OpTrace(TorchDispatchMode):
     ) -> Any:
         if any(kind not in (FakeTensor, Tensor, torch.nn.Parameter) for kind in types):
             self._on_dtensors += self.enabled
-            return NotImplemented  # a subclass such as DTensor then dispatches operators on its inner tensors
+            return NotImplemented  # a subclass such as DTensor then dispatches on its inner tensors
         kwargs = kwargs or {}
         name = str(func._schema.name).replace("::", ".")
         if implementation := DECOMPOSED.get(name):
             with self:
                 return implementation(*args, **kwargs)
         out = RESULTS.get(name, func)(*args, **kwargs)
-        if self.enabled and not name.startswith("prim."):  # fake tensors alone dispatch prim.device
+        if self.enabled and not name.startswith("prim."):  # real tensors never dispatch prim.device
             self._record(name, func, args, kwargs, out)
         return out
 
@@ -206,7 +203,7 @@ class OpTrace(TorchDispatchMode):
         if name in COLLECTIVES:
             self._record_collective(name, args, inputs, outputs)
             return
-        if name == COPY_IN:  # outputs are the shard's slice of the buffer, then the full buffer
+        if name == COPY_IN:  # the first output, the shard's slice of the second, is what it writes
             inputs, outputs = list(args[0]), outputs[:1]
         before = {x.untyped_storage()._cdata for x in inputs}
         written_to = self._allocations(name, outputs)
@@ -263,7 +260,7 @@ DECOMPOSED: dict[str, Callable[..., Any]] = {
     "titanlite.tiled_attention": tiled_attention._attention._init_fn,
     "titanlite.tiled_attention_backward": tiled_attention._attention_backward._init_fn,
 }
-"""Custom operators of titanlite that are recorded as the operators that they call."""
+"""Custom operators of titanlite. The trace records the operators that they call instead."""
 
 
 def _grouped_mm(
@@ -277,8 +274,7 @@ RESULTS: dict[str, Callable[..., Any]] = {
     "aten._grouped_mm": _grouped_mm,
     "_c10d_functional.wait_tensor": lambda tensor: tensor,
 }
-"""Replacements of operators that fake tensors lack or get wrong: _grouped_mm in float32 (torch 2.11 to 2.14), and
-wait_tensor, which must return its argument itself."""
+"""Replaced operators: fake tensors lack _grouped_mm in float32 (torch 2.11 to 2.14), and wait_tensor must not copy."""
 
 
 def _group_of(args: tuple[Any, ...]) -> str:
@@ -290,7 +286,7 @@ def _group_of(args: tuple[Any, ...]) -> str:
 
 
 def _n_bytes(tensor: Tensor) -> int:
-    """Return the bytes that an operator touches in a tensor; an expanded dimension counts once."""
+    """Return the bytes of memory that an operator reads or writes in a tensor; an expanded dimension counts once."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
@@ -309,9 +305,8 @@ def _tensors_in(tree: Any) -> list[Tensor]:
 def _flops(
     name: str, inputs: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[int, str, tuple[int, ...]]:
-    """Return the FLOPs of a matrix multiplication or of attention (half of them under a causal mask), the dtype whose
-    peak rate applies, and the sizes; see Work."""
-    if name in ("mm", "addmm", "addmm_", "bmm", "_scaled_mm", "_grouped_mm"):  # grouped: each row counts once
+    """Return `flops`, `dtype` and `sizes` of Work for an operator; a causal mask halves attention's FLOPs."""
+    if name in ("mm", "addmm", "addmm_", "bmm", "_scaled_mm", "_grouped_mm"):  # a grouped product has each row once
         left, right = (inputs[1], inputs[2]) if name.startswith("addmm") else (inputs[0], inputs[1])
         sizes = left.shape[0] if name == "bmm" else 1, left.shape[-2], right.shape[-1], left.shape[-1]
         return 2 * math.prod(sizes), "fp8" if name == "_scaled_mm" else _rate_dtype(left), sizes
@@ -323,13 +318,13 @@ def _flops(
         causal = next((arg for arg in reversed(args) if isinstance(arg, bool)), False)  # the last bool is is_causal
         flops = products * 2 * q.shape[0] * q.shape[1] * math.prod(sizes) // (2 if causal else 1)
         return flops, _rate_dtype(q), sizes
-    if name == "record_largest_logits":  # this rank's queries x keys of all context ranks; causal: half
+    if name == "record_largest_logits":  # half (causal) of own queries x keys of all context ranks
         q, length = inputs[1], inputs[2].shape[1] * tiled_attention._size(args[5]) * tiled_attention._size(args[6])
         sizes = q.shape[0] * q.shape[2], q.shape[1], length, q.shape[3]
         return math.prod(sizes), _rate_dtype(q), sizes
-    if name in ("_flash_attention_forward", "_flash_attention_backward"):  # packed sequences: q is [N, H, K]
+    if name in ("_flash_attention_forward", "_flash_attention_backward"):  # packed sequences, q [N, H, K]
         backward = "backward" in name
-        q, length = (inputs[1], args[8]) if backward else (inputs[0], args[5])  # max_q, the length of every sequence
+        q, length = (inputs[1], args[8]) if backward else (inputs[0], args[5])  # max_q: length of each sequence
         window = min(kwargs.get("window_size_left", length) + 1, length)
         pairs = window * (2 * length - window)  # twice the query-key pairs of a sequence
         flops = (5 if backward else 2) * q.numel() * pairs // length
@@ -347,8 +342,7 @@ def recording() -> Iterator[OpTrace]:
 
     Private: UntypedStorage.resize_, with which FSDP frees and allocates gathered weights without an operator; and
     ShardingPropagator (the same name in torch 2.11 to 2.15), with which DTensor runs operators on fake full tensors to
-    learn the shape of a result. Propagation is not recorded, since it takes no memory in a real run.
-    """
+    learn the shape of a result. These operators are not recorded, since they take no memory in a real run."""
     trace, name = OpTrace(), "_propagate_tensor_meta_non_cached"
     resize, propagate = torch.UntypedStorage.resize_, getattr(ShardingPropagator, name)
 
@@ -372,8 +366,8 @@ def recording() -> Iterator[OpTrace]:
 
 
 def fused_norm(trace: OpTrace, local: Callable[[Tensor], list[Tensor]]) -> contextlib.AbstractContextManager[None]:
-    """Record each RMSNorm inside the with block as one operator that saves its input, as CUDA and the compiler run it.
-    A CPU runs a dozen operators for a norm, which save two float32 copies. `local` returns a tensor's plain tensors."""
+    """Record each RMSNorm inside the with block as one operator that saves its input, as CUDA and the compiler run it;
+    a CPU runs a dozen operators, which save two float32 copies. `local` returns the plain tensors of a tensor."""
     composite = F.rms_norm
 
     def record(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:

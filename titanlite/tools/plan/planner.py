@@ -40,9 +40,9 @@ FRAGMENTATION = 0.03  # share of peak memory that CUDA's caching allocator loses
 
 
 def resolve(loaded: LoadedConfig[Config], world_size: int | None = None) -> tuple[Config, Device, int]:
-    """Return the config as train.py resolves it on its plan.device, the device, and the number of ranks: `world_size`
-    or, if None, as many as the degrees ask for (those of a node if a degree is -1). Raises ConfigError with the
-    problems that train.py reports, and for products or async TP that the plan cannot model on the device."""
+    """Return the config as train.py resolves it on plan.device, the device, and the number of ranks: `world_size` or,
+    if None, the product of the degrees (the devices of a node if a degree is -1). Raises ConfigError with the problems
+    that train.py reports, and for products or async TP that the plan cannot model on the device."""
     device = find_device(loaded.config.plan.device)
     per_node = devices_per_node(loaded.config, device)
     n_devices = 0 if device.kind == "cpu" else per_node
@@ -60,7 +60,7 @@ def resolve(loaded: LoadedConfig[Config], world_size: int | None = None) -> tupl
 
 
 def assumption(config: Config, world: int) -> str:
-    """Return a line that says how many devices a plan assumes, and the option that sets it; "" if degrees do."""
+    """Return a line with the number of devices that a plan assumes, and its option; "" if the degrees set it."""
     if config.parallelism.data_parallel_shard_degree != -1:
         return ""
     return f"planned for {quantity(world, 'device')}; set parallelism.data_parallel_shard_degree for another number"
@@ -73,8 +73,8 @@ def make_plan(
     cache: dict[str, list[DryRun]] | None = None,
     **options: bool,
 ) -> Plan:
-    """Plan a run; see `resolve` for `world_size`. `cache`: dry runs of earlier plans; a plan that differs only in the
-    device reuses them. `options`: those of `_dry_run_stages`. Raises ConfigError as `resolve` does."""
+    """Plan a run; see `resolve` for `world_size`. `cache` collects dry runs, which plans that differ only in the device
+    share. `options` are arguments of `_dry_run_stages`. Raises ConfigError as `resolve` does."""
     config, device, world = resolve(loaded, world_size)
     parallelism, degree = config.parallelism, config.parallelism.pipeline_parallel_degree
     names = stage_modules(config) if degree > 1 else [module_names(config.model.n_layers)]
@@ -99,7 +99,7 @@ def make_plan(
     degrees = [degree, parallelism.data_parallel_replicate_degree, parallelism.tensor_parallel_degree]
     shards = parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree
     degrees += [parallelism.ring_degree, parallelism.context_parallel_ulysses_degree, shards]
-    if (expert := parallelism.expert_parallel_degree) > 1:  # expert-parallel axes have their own groups (mesh.py)
+    if (expert := parallelism.expert_parallel_degree) > 1:  # axes of expert weights have separate groups (mesh.py)
         degrees += [expert, shards * parallelism.tensor_parallel_degree // expert]
     sizes, overhead = build.parameter_sizes(config), overhead_bytes(device, degrees)
     of_tp = [size // count for (_, name), (count, size) in step.cost.communication.items() if "overlapped" in name]
@@ -121,7 +121,7 @@ def make_plan(
 
 
 def _spread(time_of: Callable[..., StepTime], seconds: float, device: Device) -> Spread:
-    """Return how much shorter or longer each group of times, and the program, may make a step of some seconds."""
+    """Return by how many seconds each group of rates, and the program itself, may shorten or lengthen a step."""
     spread = {name: (time_of(name, faster=True).seconds - seconds, time_of(name).seconds - seconds) for name in GROUPS}
     if device.kind == "gpu" and not device.measured:
         spread["program"] = seconds * (ANY.program.low - 1), seconds * (ANY.program.high - 1)
@@ -151,9 +151,8 @@ def takes_cudnn(config: Config, device: Device) -> bool:
 
 def config_for_dry_run(config: Config) -> Config:
     """Return a config that fake tensors can run, with the allocations and the work of the original. Blocks run
-    uncompiled, and fusion.py models the compiler's effect afterwards. Fake tensors are on the CPU, so the attention
-    backend is set to one of CUDA's; cuDNN saves the same tensors as flash (see takes_cudnn). CPU offload is off, since
-    FSDP gathers offloaded weights on the device."""
+    uncompiled; fusion.py models the compiler's effect. Since fake tensors are on the CPU, "auto" becomes an attention
+    backend of CUDA; cuDNN's saves the same tensors. CPU offload is off: FSDP gathers weights on the device anyway."""
     backend = config.training.attention_backend
     if backend == "auto" and find_device(config.plan.device).kind == "gpu":
         backend = ATTENTION_BACKENDS_ON_CUDA[config.training.mixed_precision_param][0]
@@ -168,8 +167,8 @@ def config_for_dry_run(config: Config) -> Config:
 def _dry_run_stages(
     config: Config, stages: list[list[str]], ranks: list[int], *, fold: bool = True, show_progress: bool = False
 ) -> list[DryRun]:
-    """Return each stage's dry run; stages of one kind share a dry run. A dry run has a process of its own, because
-    torch keeps a world's process groups until the process ends. fold=False runs all layers, to test folding."""
+    """Return each stage's dry run; stages of one kind share a dry run. Each dry run has its own process, because torch
+    keeps process groups until the process ends. fold=False runs all layers, for a test of folding."""
     fused = config.compile.components if config.compile.enable else ()
     config = config_for_dry_run(config)
     kinds, futures = [kind_of_stage(config, names) for names in stages], dict[tuple, Future[DryRun]]()
@@ -189,7 +188,7 @@ def _dry_run_stages(
 
 def kind_of_stage(config: Config, names: list[str]) -> tuple:
     """Return a key that is equal for stages with equal dry runs: modules other than layers, each layer's experts and
-    window, the first layer's place in the pattern of activation checkpointing. Stages of an own block share no key."""
+    window, the first layer's place in the pattern of activation checkpointing. Stages with an own block all differ."""
     layers = layers_of(names)
     if config.own.block:
         return tuple(names)
@@ -218,7 +217,7 @@ def process_pool(n: int, *, preload: str, single_use: bool = False) -> Iterator[
 
 
 def start_worker() -> None:
-    """Prepare a process of a pool: it ends with the main process, and hides warnings about real runs."""
+    """Prepare a process of a pool, which ends with the main process and hides warnings that concern real runs."""
     end_after(multiprocessing.parent_process().join, "main process")
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
@@ -226,7 +225,7 @@ def start_worker() -> None:
 
 def overhead_bytes(device: Device, degrees: Iterable[int]) -> dict[str, int]:
     """Return the bytes of non-tensor overhead except fragmentation, which depends on the peak. All ranks together form
-    one process group, and each axis with a degree above 1 adds one."""
+    one process group, and each axis with a degree above 1 adds a group."""
     if device.kind == "cpu":
         return {}
     groups = 1 + sum(degree > 1 for degree in degrees)

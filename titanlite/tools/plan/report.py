@@ -76,7 +76,7 @@ def report(plan: Plan, file: str) -> Group:
 
 
 def empty_table(title: str, *columns: str, right: tuple[str, ...]) -> Table:
-    """Return an empty table with some columns, followed by the columns `right`, which are aligned right."""
+    """Return a table without rows, with the columns `columns` and then the right-aligned columns `right`."""
     table = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in columns:
         table.add_column(name)
@@ -100,7 +100,7 @@ def memory_table(plan: Plan) -> Table:
 
 
 def rates_line(plan: Plan) -> str:
-    """Return a line on where the rates of the plan are from."""
+    """Return a line that says where the plan's rates come from."""
     if plan.device.measured:
         return "rates: measured by titanlite calibrate"
     name, shares = Path(plan.config.plan.device).stem, dict[str, list[str]]()
@@ -140,7 +140,7 @@ def communication_table(plan: Plan) -> Table:
 
 
 def time_table(plan: Plan) -> Table:
-    """Return a table of the seconds of a step by what they are spent on."""
+    """Return a table of time_shares."""
     table = empty_table("time of a step", "", right=("seconds", "of the step"))
     for name, seconds in time_shares(plan).items():
         table.add_row(name, f"{seconds:.3f}", f"{seconds / plan.step_seconds:.1%}")
@@ -150,7 +150,7 @@ def time_table(plan: Plan) -> Table:
 
 
 def time_shares(plan: Plan) -> dict[str, float]:
-    """Return the seconds of the busiest rank's step: computation, exposed communication, and waiting."""
+    """Return the seconds that the busiest rank's step spends on each activity: computation, communication, waiting."""
     cost, host, optimizer = plan.cost, plan.cost.seconds["host"], plan.cost.seconds["optimizer"]
     shares = {"matrix multiplication": cost.seconds["matmul"], "attention": cost.seconds["attention"]}
     shares["other operators (memory-bound)"] = cost.seconds["memory"]
@@ -172,7 +172,7 @@ def operations_line(plan: Plan) -> str:
 
 
 def connections_line(plan: Plan) -> str:
-    """Return a line with the process groups of a rank, and the connections that gloo opens."""
+    """Return a line with the process groups of a rank and the number of gloo's connections."""
     counts = collections.Counter(name for name, _ in process_groups(plan))
     names = ", ".join(name if count == 1 else f"{count} x {name}" for name, count in counts.items())
     first, others = gloo_connections(plan)
@@ -190,7 +190,7 @@ def speed_line(plan: Plan) -> str:
 
 
 def range_line(plan: Plan) -> str:
-    """Return a line with the range of the step's time, and the groups of times that contribute most to it."""
+    """Return a line with the range of the step time, and the groups of rates that contribute most to the range."""
     shortest, longest = plan.step_range
     speeds = (plan.tokens_per_step / seconds / plan.world_size for seconds in (longest, shortest))
     line = f"from {shortest:.3f} to {longest:.3f} s per step, {' to '.join(f'{x:,.0f}' for x in speeds)} tokens/s; "
@@ -218,7 +218,7 @@ def budget_line(plan: Plan) -> str:
 
 
 def checkpoint_line(plan: Plan) -> str:
-    """Return a line with the size of a checkpoint and how long a save stops training, for a range of storage rates."""
+    """Return a line with a checkpoint's size and the seconds for which a save stops training, with their range."""
     config, per_node = plan.config, devices_per_node(plan.config, plan.device)
     size, copy, (seconds, least, most), pinned = saving(config, plan.device, plan.world_size, per_node)
     between = config.checkpoint.interval * plan.step_seconds
@@ -234,5 +234,5 @@ def checkpoint_line(plan: Plan) -> str:
 
 
 def print_report(plan: Plan, file: str, *tables: Table) -> None:
-    """Print the report and more tables, at least 126 columns wide, so that cells are not truncated."""
+    """Print the report and the tables, at least WIDTH columns wide, so that no cell is truncated."""
     Console(highlight=False, width=max(Console().width, WIDTH)).print(Group(report(plan, file), *tables))

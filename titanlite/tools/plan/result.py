@@ -11,32 +11,31 @@ from titanlite.tools.plan.memory_timeline import Bytes, Point
 from titanlite.tools.plan.schedule import Span, pipeline_bubble
 
 Spread = dict[str, tuple[float, float]]
-"""By group of times in cost_model.GROUPS: the seconds by which a step is shorter (below 0) or longer (above 0) if that
-group is at the end of its range."""
+"""By group of rates in cost_model.GROUPS: the seconds by which a step is shorter (below 0) and longer (above 0) if the
+rates of that group are at the ends of their ranges."""
 
 
 def range_of(seconds: float, spread: Spread) -> tuple[float, float]:
-    """Return the shortest and the longest step to expect, in seconds. The errors of the groups of times are
-    independent, so their squares are added."""
+    """Return the shortest and longest step to expect, in seconds. Groups have independent errors: add their squares."""
     shorter, longer = (math.hypot(*(pair[end] for pair in spread.values())) for end in (0, 1))
     return seconds - shorter, seconds + longer
 
 
 def spread_of_difference(one: Spread, other: Spread) -> tuple[float, str]:
-    """Return by how many seconds the difference between two steps on the same devices may be wrong, and the group of
-    times that contributes most to it. Errors that both steps share cancel."""
+    """Return by how many seconds the planned difference between two steps on the same devices may be wrong, and the
+    group of rates that contributes most to this error. Errors that both steps share cancel."""
     differences = {group: max(abs(x - y) for x, y in zip(one[group], other[group], strict=True)) for group in one}
     return math.hypot(*differences.values()), max(differences, key=differences.get, default="")
 
 
 @dataclasses.dataclass(frozen=True)
 class RankPlan:
-    """A pipeline rank's memory. Ranks with the same pipeline rank need the same memory."""
+    """The memory of a pipeline rank; all ranks with this index along pp need the same memory."""
 
     rank: int
     points: list[Point]  # bytes on the device at each moment of a step
     offloaded: Bytes  # bytes by kind that CPU offload keeps in host memory
-    overhead: dict[str, int]  # bytes besides tensors, by purpose: CUDA context, NCCL buffers, fragmentation
+    overhead: dict[str, int]  # bytes of memory outside tensors, by purpose: CUDA context, NCCL buffers, fragmentation
 
     @functools.cached_property
     def peak(self) -> Point:
@@ -58,14 +57,14 @@ class Plan:
     spans: list[list[Span]]  # each pipeline rank's actions in an accumulation step; empty without a pipeline
     cost: Cost  # cost of the busiest rank's step; `elapsed` does not include waiting for other ranks
     step_seconds: float  # expected seconds of the full step
-    spread: Spread  # contribution of each group of rates to the range of step_seconds
-    update_seconds: float  # seconds of the step after the last backward: gradient norm, clipping, optimizer
+    spread: Spread  # changes of step_seconds if a group of rates is at an end of its range
+    update_seconds: float  # seconds from the last backward to the end of the step: gradient norm, clipping, optimizer
     flops_per_token: int  # FLOPs to train on one token, as MFU counts them
     n_parameters: int
     axes: dict[str, list[int]]  # ranks of the first rank's process group along each axis
 
     def axis_size(self, axis: str) -> tuple[int, int]:
-        """Return the number of ranks of an axis, and the number of nodes that these ranks span."""
+        """Return the number of ranks in a process group of an axis, and the number of nodes that the group spans."""
         ranks = self.axes.get(axis, [0])
         return len(ranks), len({rank // devices_per_node(self.config, self.device) for rank in ranks})
 

@@ -19,16 +19,16 @@ class Saving(NamedTuple):
     size: int  # bytes of the weights, the optimizer states and, with ema, the averaged weights
     copy_seconds: float  # seconds until each rank's shards are in host memory
     write_seconds: tuple[float, ...]  # seconds until each node has written its shards: expected, least and most
-    pinned: float  # bytes of a node's memory that the first asynchronous save pins, in a block of 2^n bytes per tensor
+    pinned: float  # bytes of a node's memory that the first asynchronous save pins: per tensor a block of 2^n bytes
 
 
 def saving(config: Config, device: Device, world_size: int, devices_per_node: int) -> Saving:
-    """Return the size of a run's checkpoint and the times of its save. Ranks with equal shards divide the saving, so
+    """Return the size of a run's checkpoint and the times of its save. Replicas of a shard each save a part of it, so
     every rank saves the same number of bytes. Quantized optimizer states are saved in float32."""
     dtype, state = config.training.dtype, config.optimizer.state_dtype
     state = dtype if state == "auto" else "float32" if state in QUANTIZED_STATES else state
     model, parallelism = build.meta_model(config), config.parallelism
-    if config.lora.rank:  # LoRA's checkpoints contain adapters alone
+    if config.lora.rank:  # a checkpoint of LoRA contains only adapters
         Adapters(model, config.lora, lambda: model).shard_weights(None, None)
     sizes = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
     n_parameters, n_states = sum(sizes), 2 * sum(sizes)
@@ -44,5 +44,5 @@ def saving(config: Config, device: Device, world_size: int, devices_per_node: in
     rates = ANY.storage.expected, ANY.storage.high, ANY.storage.low
     write = tuple(size / nodes / (device.storage_bandwidth or rate) for rate in rates)
     shards = world_size / parallelism.pipeline_parallel_degree / parallelism.data_parallel_replicate_degree
-    blocks = sum(2 ** math.ceil(math.log2(n / shards)) for n in sizes) * shards / n_parameters  # pinned by saved bytes
+    blocks = sum(2 ** math.ceil(math.log2(n / shards)) for n in sizes) * shards / n_parameters  # pinned bytes per byte
     return Saving(size, 0.0 if on_host else size / world_size / link, write, 0.0 if on_host else size / nodes * blocks)

@@ -45,7 +45,7 @@ def own_actions(
 
 
 def all_actions(schedule: Schedule, n_ranks: int, n_stages: int, n_microbatches: int) -> list[list[Group]]:
-    """Return every rank's actions without starting the ranks: torch computes the order of all ranks on each rank."""
+    """Return the actions of all ranks, without starting them: every rank of torch's schedules computes all orders."""
     order: Mapping[int, list[Any]] = {}
     if schedule not in ONE_STAGE:
         ranks = rank_of_stage(schedule, n_ranks, n_stages)
@@ -96,9 +96,9 @@ def simulate(
     *,
     sends_block: bool = False,
 ) -> list[list[Span]]:
-    """Return when each rank runs each of its actions. `sends_block`: a rank waits until each message that it sent has
+    """Return when each rank runs each of its actions. `sends_block`: after a send, a rank waits until the message has
     arrived, as in torch's 1F1B, where a send shares a batch with the next receive. Raises ValueError on a deadlock."""
-    ready: dict[Result, tuple[float, int]] = {}  # the time at which a result is ready, and the rank that has it
+    ready: dict[Result, tuple[float, int]] = {}  # seconds at which a result is ready, and its rank
     free, next_group = [0.0] * len(actions), [0] * len(actions)
     spans: list[list[Span]] = [[] for _ in actions]
 

@@ -1,11 +1,10 @@
 """Segments of a training step's op trace: the kind of each allocation, the phases of the step, and folded layers.
 
-Marks split the trace into segments. (Pass, m) begins a pass of microbatch m. Within a pass, ("layer F", n) and
+Marks split the trace into segments. The mark (Pass, m) begins a pass of microbatch m. Within a pass, ("layer F", n) and
 ("layer B", n) begin block n; ("layer experts F", n) and ("layer experts B", n) begin the part of a block with experts,
-which torch.compile leaves alone; ("layer head", -1) and ("layer head B", -1) begin the operators after the last block,
-which count as forward without a pipeline. ("reduce",) begins the reduction of a pipeline's gradients, and ("update",)
-begins gradient norm, clipping and optimizer step.
-"""
+which torch.compile does not compile; ("layer head", -1) and ("layer head B", -1) begin the operators after the last
+block, which count as forward without a pipeline. ("reduce",) begins the reduction of a pipeline's gradients, and
+("update",) begins gradient norm, clipping and optimizer step."""
 
 import enum
 from collections.abc import Collection, Sequence
@@ -20,7 +19,7 @@ KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "log
 
 
 class Pass(str, enum.Enum):
-    """A pass of a microbatch through a stage. The letters are those of torch's schedules."""
+    """A pass of a microbatch through a stage, with the letter that torch's schedules use."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -39,15 +38,15 @@ class FoldedStage(NamedTuple):
     """A stage from which repeated layers were removed."""
 
     names: list[str]  # names of the remaining modules
-    repeated: list[int]  # numbers of the layers that are copied in place of the removed layers
+    repeated: list[int]  # numbers of the remaining layers whose copies stand for the removed layers
     copies: int  # number of copies of the repeated layers
     numbers: list[int]  # numbers of all layers of the full stage
 
 
 def fold_layers(names: Sequence[str], period: int, n_first: int = 0) -> FoldedStage:
-    """Fold the repeated layers of a stage whose pattern repeats after `period` layers. All layers except the first two
-    and the last two do the same for their neighbours: FSDP all-gathers the next layer's weights and frees those of the
-    previous layer. The first `n_first` layers of the model are of another kind; the kind with more layers is folded."""
+    """Remove repeated layers of a stage whose pattern repeats after `period` layers. All layers except the first two
+    and the last two are equal: FSDP all-gathers the next layer's weights and frees the previous layer's. The first
+    `n_first` layers of the model are of another kind; of the two kinds, the one with more layers is folded."""
     layers = layers_of(names)
     numbers = [int(name.split(".")[1]) for name in layers]
     first = sum(number < n_first for number in numbers)
@@ -61,8 +60,7 @@ def fold_layers(names: Sequence[str], period: int, n_first: int = 0) -> FoldedSt
 
 
 def name_kinds(segments: Sequence[Segment], *, logits: Collection[int]) -> None:
-    """Set the kind of each allocation without a kind, from its maker and the phases in which it is allocated and freed.
-    `logits`: possible sizes of the last dimension of logits."""
+    """Set the kind of allocations without one, from maker and phases. `logits`: possible last dimensions of logits."""
     phase, microbatch, born, freed = "", "", {}, {}
     for segment in segments:
         name, *number = segment.mark
@@ -84,7 +82,7 @@ def name_kinds(segments: Sequence[Segment], *, logits: Collection[int]) -> None:
 
 
 def _kind(allocation: Allocation, begin: str, end: str, logits: Collection[int]) -> str:
-    """Return the kind of an allocation, given the phases in which it is allocated and freed."""
+    """Return the kind of an allocation that is allocated in phase `begin` and freed in phase `end`."""
     maker, shape = allocation.maker, allocation.shape
     if maker.startswith("fsdp.") or "allgather" in maker:
         return "gathered"
@@ -92,7 +90,7 @@ def _kind(allocation: Allocation, begin: str, end: str, logits: Collection[int])
         return "communication"
     in_forward, in_backward, microbatch = begin.startswith("F"), begin.startswith("B"), begin[1:]
     if (in_forward or in_backward) and end not in (f"F{microbatch}", f"B{microbatch}"):
-        return "gradients"  # the next microbatch's gradients are added to this allocation
+        return "gradients"  # gradients of the next microbatch are added to the same allocation
     if in_forward and shape and shape[-1] in logits:
         return "logits"
     return "activations" if in_forward and end != begin else "temporary"
@@ -108,7 +106,7 @@ def phases_of(segments: Sequence[Segment], folded: FoldedStage) -> Phases:
         if not name.startswith("layer"):
             current, kind = phases.setdefault(segment.mark, []), name
             microbatch = segment.mark[1] if len(segment.mark) > 1 else 0
-        # Without a pipeline, the backward of a microbatch begins with its first layer's backward.
+        # Without a pipeline, the first mark of a layer's backward begins the backward of the microbatch.
         elif name in BACKWARD_MARKS and kind == Pass.FORWARD:
             current, kind = phases.setdefault((Pass.BACKWARD, microbatch), []), Pass.BACKWARD
         current.append(segment)

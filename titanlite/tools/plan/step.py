@@ -1,4 +1,4 @@
-"""Compose a training step from the dry runs of its stages: the memory of each rank, and the time."""
+"""Compose a training step from the dry runs of its stages: the memory of each pipeline rank, and the step time."""
 
 import functools
 import math
@@ -26,19 +26,19 @@ class StageCost:
     def __init__(self, config: Config, dry_run: DryRun, cost_model: CostModel):
         self.dry_run, self.cost_model = dry_run, cost_model
         self.offloads_optimizer = config.optimizer.enable_cpu_offload and cost_model.device.kind == "gpu"
-        # Schedules with several stages per rank all-gather a stage's weights ahead of its first forward.
+        # Only schedules with one stage per rank expose the all-gathers of a stage's first forward.
         self.exposed_gather = config.parallelism.pipeline_parallel_schedule in ONE_STAGE
-        self.of_phase = functools.cache(functools.partial(self.after, None))  # a phase's cost on an idle device
+        self.of_phase = functools.cache(functools.partial(self.after, None))  # returns a phase's cost on an idle device
 
     def after(self, streams: Streams | None, key: tuple) -> Cost:
-        """Return the cost of a phase. `streams`: communication in flight before the phase; None: the device is idle."""
+        """Return the cost of the phase `key`. `streams`: communication in flight before; None: the device is idle."""
         kind, accumulates = key[0], key[0] == Pass.BACKWARD and key[1] > 0
         events = (segment.events for segment in self.dry_run.phases.get(key, []))
         return self.cost_model.cost(events, streams, forward=kind == Pass.FORWARD, accumulates=accumulates)
 
     def of_action(self, action: Action) -> Cost:
         """Return the cost of a pipeline's action. In a split backward, the weight gradient takes as long as the
-        forward's matmuls, and the input gradient takes the rest. A first stage has no input gradient."""
+        forward's matmuls, and the input gradient takes the rest. The first stage has no input gradient."""
         if action.kind == Pass.FORWARD:
             return self.of_phase((Pass.FORWARD, 0 if self.exposed_gather and action.microbatch == 0 else 1))
         backward = self.of_phase((Pass.BACKWARD, min(action.microbatch, 1)))
@@ -50,8 +50,8 @@ class StageCost:
         return cost
 
     def of_update(self, *, communicates: bool = True) -> Cost:
-        """Return the cost of updating all the stage's weights. The collectives of an update do not grow with a rank's
-        weights or stages; `communicates`: whether to count collectives for this stage."""
+        """Return the cost of updating all weights of the stage. `communicates`: whether to count the update's
+        collectives with this stage, since their cost does not grow with a rank's weights or stages."""
         events = [event for segment in self.dry_run.phases[("update",)] for event in segment.events]
         cost, model = Cost(), self.cost_model
         computation = [event for event in events if not isinstance(event, Communication)]
@@ -81,7 +81,7 @@ class StepTime(NamedTuple):
 
 
 def step_time(config: Config, stages: list[StageCost], ranks: list[int], actions: list[list[Group]]) -> StepTime:
-    """Return a step's time from its stages in order, each stage's rank and, with a pipeline, each rank's actions."""
+    """Return the time of a step. `ranks`: the pipeline rank of each stage. `actions`: see memory_points."""
     if actions:
         return _time_with_pipeline(config, stages, ranks, actions)
     (stage,) = stages
@@ -100,8 +100,8 @@ def step_time(config: Config, stages: list[StageCost], ranks: list[int], actions
 def memory_points(
     config: Config, dry_runs: list[DryRun], ranks: list[int], actions: list[list[Group]]
 ) -> list[list[Point]]:
-    """Return each pipeline rank's memory at each moment of a step. `ranks`: the rank of each stage. `actions`: each
-    rank's actions, empty without a pipeline."""
+    """Return the memory of each pipeline rank at each moment of a step. `ranks`: the pipeline rank of each stage.
+    `actions`: the actions of each pipeline rank; empty without a pipeline."""
     if not actions:
         (run,) = dry_runs
         timeline = MemoryTimeline(config, run.persistent)
@@ -143,7 +143,7 @@ def _time_with_pipeline(
             n_messages += n_steps * sends
         reduce, update = Cost(), Cost()
         for number, stage in enumerate(own.values()):
-            reduce.add(stage.of_phase(("reduce",)), stage.dry_run.scale)  # `scale` accounts for the folded layers
+            reduce.add(stage.of_phase(("reduce",)), stage.dry_run.scale)  # `scale` includes the folded layers
             update.add(stage.of_update(communicates=number == 0))
         cost.add(reduce, n_steps)
         cost.add(update)
@@ -176,14 +176,14 @@ class _PipelineRank:
         for number, stage in stages.items():
             for kind, size in stage.persistent.items():
                 self.persistent[kind] = self.persistent.get(kind, 0) + size
-            # torch allocates a receive buffer for each microbatch, and keeps all of them.
+            # torch keeps a receive buffer for each microbatch.
             buffers = (number > 0) + (number < self.last_stage)
             self.persistent["communication"] += buffers * config.n_microbatches * self.message
         self.persistent["parameters"] -= (len(stages) - 1) * next(iter(stages.values())).rotary
         self.timeline = MemoryTimeline(config, self.persistent)
 
     def points(self, actions: list[Action]) -> list[Point]:
-        """Return the rank's memory over a step. All accumulation steps after the first are alike, so replay one."""
+        """Return the rank's memory over a step: the first accumulation step and one of the others, which are equal."""
         stages, timeline = self.stages, self.timeline
         gradients = sum(stage.gradients for stage in stages.values())
         for _ in range(min(self.config.gradient_accumulation_steps, 2)):
@@ -202,8 +202,8 @@ class _PipelineRank:
         return timeline.points
 
     def _unsent(self, action: Action) -> int:
-        """Return how many sent messages of an action stay allocated until torch waits for sends: under 1F1B at once,
-        otherwise at the end of the step. Messages are outputs, which a backward would free, and input gradients."""
+        """Return how many messages that an action sent stay allocated until the end of the step, when torch waits for
+        sends (under 1F1B it waits at once). Messages are input gradients, and outputs, which a backward would free."""
         schedule = self.config.parallelism.pipeline_parallel_schedule
         if schedule == "1F1B":
             return 0
@@ -214,17 +214,17 @@ class _PipelineRank:
         return (output and schedule != "GPipe") + gradient
 
     def _replay(self, action: Action, *, first_backward: bool) -> None:
-        """Replay an action's memory. The first backward of a stage allocates the gradients of its weights."""
+        """Append an action's memory to the timeline. A stage's first backward allocates its weights' gradients."""
         timeline, phases, kind = self.timeline, self.stages[action.stage].phases, action.kind
         label = f"{kind.name.lower().replace('_', ' ')} of stage {action.stage}"
-        if action.stage == 0:  # the first stage runs its full backward with the weight gradient
+        if action.stage == 0:  # the first stage runs its full backward at the weight gradient
             if kind == Pass.INPUT_GRADIENT:
                 return
             kind = Pass.BACKWARD if kind == Pass.WEIGHT_GRADIENT else kind
         if kind == Pass.INPUT_GRADIENT:
             timeline.replay(phases[Pass.INPUT_GRADIENT, SPLIT], label, without="message")
         elif kind == Pass.WEIGHT_GRADIENT:
-            # Compute the bytes after a weight gradient from the phases before it: its own phase lacks folded layers.
+            # A weight gradient's phase lacks folded layers, so take the bytes after it from the phases before it.
             before = Pass.FORWARD, Pass.INPUT_GRADIENT
             nets = [timeline.net(phases[key, SPLIT], without="message") for key in before]
             after = {name: timeline.current_bytes[name] - sum(net[name] for net in nets) for name in KINDS}

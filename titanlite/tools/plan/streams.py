@@ -1,23 +1,20 @@
-"""Simulate how long a device takes for a sequence of events: the host issues them in order, and the device runs
-computation and communication on streams of their own.
-
-The streams and their waits are those of FSDP2 as torch 2.11 to 2.15 runs it:
+"""Simulate how long a device takes for a sequence of events: the host issues the events in order, and the device runs
+computation and communication on separate streams. Streams wait for each other as under FSDP2 in torch 2.11 to 2.15:
 
 - Computation overlaps with an all-gather of FSDP, and waits for it before the weights are copied out of its buffer. The
-  all-gather begins when the host has issued it and its stream is free; in a forward also after the second-last copy out
-  of a buffer, in a backward after the last copy, so that at most two buffers exist.
+  all-gather begins when the host has issued it and its stream is free. In a forward it also waits for the second-last
+  copy out of a buffer, in a backward for the last copy, so that at most two buffers exist.
 - A reduce-scatter of FSDP begins after the backward that made its gradients. The next reduce-scatter copies gradients
   into a buffer only after the previous one has ended. The all-reduce over replicas follows the reduce-scatter.
 - CPU offload copies a shard of weights to the device before its all-gather, on a stream for such copies, and not
   earlier than the all-gather could begin. CPU offload copies a shard of gradients to the host on the reduce-scatter's
   stream. From the second gradient accumulation step on, the host waits for the copy and adds it to earlier gradients.
-- A message of ring attention is sent beside one attention, and the next attention waits for it.
+- A message of ring attention is sent during one attention, and the next attention waits for the message.
 - An all-to-all of expert parallel begins after the computation before it. The first operator that reads the result
   waits for the all-to-all.
 - Computation waits at once for every other collective, which is exposed.
 
-A CPU has one stream: operators and collectives run on the host, except messages of ring attention.
-"""
+A CPU has one stream: all operators and collectives except messages of ring attention run on the host."""
 
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable
@@ -32,8 +29,8 @@ class Run(NamedTuple):
 
     device: float  # seconds that the operators take on the device
     host: float  # seconds that the host takes to issue the operators
-    both: float  # seconds from the host's first to the device's last operator, on an idle device
-    attends: bool = False  # whether the operators are attention beside messages of a ring
+    both: float  # seconds from the issue of the first operator to the end of the last one, on an idle device
+    attends: bool = False  # whether the operators are attention during messages of a ring
 
 
 class Collective(NamedTuple):
@@ -42,7 +39,7 @@ class Collective(NamedTuple):
     name: str
     axis: str
     seconds: float
-    copy: float = 0.0  # seconds of CPU offload's copy of the shard: before an all-gather, after a reduce-scatter
+    copy: float = 0.0  # seconds in which CPU offload copies the shard before an all-gather or after a reduce-scatter
     addition: float = 0.0  # seconds that the host takes to add the copied shard to the earlier gradient
     outputs: tuple[Hashable, ...] = ()  # allocations that the collective writes and an Arrival waits for
 
@@ -81,8 +78,7 @@ class Streams:
         host: time when the host is free.
         computed: time when the device has computed everything that was issued.
         exposed: seconds in which computation waited for communication.
-        idle: seconds in which computation waited for the host; on a CPU, the seconds of dispatching operators.
-    """
+        idle: seconds in which computation waited for the host; on a CPU, the seconds of dispatching operators."""
 
     def __init__(self, *, synchronous: bool = False, slowdown: float = 0.0):
         self.synchronous, self.slowdown = synchronous, slowdown
@@ -95,8 +91,8 @@ class Streams:
         self._message: tuple[float, bool] | None = None  # message in flight: arrival time, whether attention has begun
 
     def run(self, items: Iterable[Item], *, forward: bool, accumulates: bool = False) -> None:
-        """Run items after all earlier items. `forward`: the items are of a forward, not of a backward. `accumulates`:
-        gradients are added to those of earlier gradient accumulation steps."""
+        """Run items after all earlier items. `forward`: the items belong to a forward, otherwise to a backward.
+        `accumulates`: gradients are added to the gradients of earlier accumulation steps."""
         for item in items:
             if isinstance(item, Run):
                 self._compute(item)
@@ -172,8 +168,8 @@ class Streams:
             self._free[stream] += item.copy
 
     def _overlap(self, stream: str, seconds: float, before: float) -> None:
-        """Communicate on a stream, from `before` at the earliest. Computation already issued runs slower meanwhile.
-        FSDP's streams share links, so that two collectives at a time take as long as one after the other."""
+        """Communicate on a stream, from `before` at the earliest. Computation that was issued runs slower meanwhile.
+        FSDP's streams share the interconnect, so two collectives at a time take as long as one after the other."""
         shared = FSDP_STREAMS if stream in FSDP_STREAMS else {stream}
         begin = max(self.host, before, *(self._free[each] for each in shared))
         self._free[stream] = begin + seconds
