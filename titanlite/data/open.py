@@ -37,7 +37,7 @@ def tokenizer_of_run(model: Model, checkpoint: Checkpoint, parallelism: Parallel
     """Return the tokenizer of a resolved config. Raises ConfigError if the model cannot use the tokenizer."""
     tokenizer, degree = build_tokenizer(model.hf_assets_path), parallelism.tensor_parallel_degree
     weights, advice = checkpoint.initial_load_path, ""
-    if weights == SEEDED or (Path(weights) / "config.json").is_file():  # only a checkpoint has a fixed vocab_size
+    if weights == SEEDED or (Path(weights) / "config.json").is_file():  # a checkpoint's vocab_size is fixed
         rows = "" if weights == SEEDED else ' and model.new_tokens = "mean", which adds rows'
         advice = f"set model.vocab_size = {-(-tokenizer.vocab_size // degree) * degree}{rows}, or "
     option = f"model.vocab_size = {model.vocab_size}"

@@ -17,7 +17,7 @@ def run_summary(
     attention = "12LDT" if model.n_heads * model.head_dim == model.dim else "12LHKT"
     attention = "6LH(K+V)T" if model.mla.kv_lora_rank else attention
     dataset = "own" if config.own.data else "mixture" if training.datasets else training.dataset
-    padding = "; tok/s and MFU count padding, too" * (training.packing == "best_fit")  # only best_fit pads sequences
+    padding = "; tok/s and MFU count padding, too" * (training.packing == "best_fit")  # best_fit alone pads sequences
     of_flavor = SIZES.get(model.flavor, model.model_dump())["vocab_size"]
     larger = f" for the tokenizer ({model.flavor}: {of_flavor})" if model.vocab_size > of_flavor else ""
     windows = {layer.sliding_window for layer in model.of_layers()}
