@@ -50,12 +50,16 @@ HEART = (
 # asynchronous checkpoints.
 LINES_OF_A_RANK_OF_MANY_TECHNIQUES = 11_650
 LINES_OF_A_DEBUG_RUN, LINES_WITH_A_TOKEN_CACHE = 10_300, 9_950
+<<<<<<< HEAD
 LINES_OF_THE_PACKAGE = 30_094
+=======
+LINES_OF_THE_PACKAGE = 30_087
+>>>>>>> main
 """30,122 before LoRA, averages of the weights, epochs, --show, export --verify, the oracle for experts, recomputed
 groups of blocks, logprobs and --gates; 30,643 before comments and docstrings were shortened."""
 CEILINGS = {
     "heart": 3352,
-    "config": 2767,
+    "config": 2776,
     "config of Hugging Face": 1155,
     "data": 2208,
     "checkpoint": 1883,
@@ -64,7 +68,11 @@ CEILINGS = {
     "files": 323,
     "hf": 877,
     "techniques": 4727,
+<<<<<<< HEAD
     "tools": 9675,
+=======
+    "tools": 9659,
+>>>>>>> main
     "other": 331,
 }
 """Lines that each part of the package may have. They are fixed: a part that grows takes from itself, and a ceiling is

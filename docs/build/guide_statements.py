@@ -129,8 +129,8 @@ def guides_of_scaling(log: Records) -> str:
             [
                 "4 stages have a bubble of 19 % with 16 microbatches, and 9 % with 32",
                 f"{bubble[16]:.1%} and {bubble[32]:.1%} of the step",
-                "(p - 1) / m is relative to the work, not to the step. Both assume equal stages: where the output head "
-                f"counts as one layer, {unequal:.1%} with 16 microbatches",
+                "(p - 1) / m is relative to the work, not to the step. Both assume equal stages: with the default "
+                f"split of 32 layers, {unequal:.1%} with 16 microbatches",
             ],
             [
                 "have at least 4 times as many microbatches as stages",

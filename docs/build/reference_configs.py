@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from docs.build.page_tables import table_line
-from titanlite.config import load
+from titanlite.config import Config, load
 from titanlite.metrics.summary import describe_mesh
 from titanlite.tools.plan.planner import make_plan
 from titanlite.tools.plan.result import Plan
@@ -97,19 +97,23 @@ def config_line(name: str) -> str:
 
 def line_of(name: str, plan: Plan) -> str:
     """Return the line of a config's plan."""
-    checkpointing = plan.config.activation_checkpoint
+    return table_line(layout(name, plan.config, plan.world_size) + results(plan))
+
+
+def layout(name: str, config: Config, world_size: int) -> list[str]:
+    """Return the cells of a line before the planned figures, from a resolved config."""
+    checkpointing = config.activation_checkpoint
     saved = f", {checkpointing.selective_ac_option}" if checkpointing.selective_ac_option != "op" else ""
-    degrees, *experts = describe_mesh(plan.config).split(", ")
-    layout = ", ".join([" x ".join(each for each in degrees.split(" x ") if not each.endswith(" 1")), *experts])
+    degrees, *experts = describe_mesh(config).split(", ")
+    mesh = ", ".join([" x ".join(each for each in degrees.split(" x ") if not each.endswith(" 1")), *experts])
     (file,) = (ROOT / "configs").rglob(f"{name}.toml")
-    cells = [
+    return [
         f"[{name}](../{file.relative_to(ROOT)})",
-        f"{plan.world_size:,} {plan.config.plan.device}",
-        layout,
+        f"{world_size:,} {config.plan.device}",
+        mesh,
         checkpointing.mode + saved,
-        "yes" if plan.config.float8.enable else "no",
+        "yes" if config.float8.enable else "no",
     ]
-    return table_line(cells + results(plan))
 
 
 def lines_of_the_page() -> dict[str, str]:

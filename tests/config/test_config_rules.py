@@ -394,7 +394,7 @@ UNREAD = {
     f"{EXPERTS} is above 0": {PER_TOKEN: 2, EXPERT: 2, "model.moe.expert_dim": 8, "model.moe.n_shared_experts": 1},
     f"{TENSOR} is above 1": {LOSS_PARALLEL: True, ASYNC: True},
     f"{PIPELINE} is above 1": {SCHEDULE: "GPipe", MICROBATCH: 3, STAGES: 2, BALANCE: "parameters"}
-    | {FIRST: 0, LAST: 2, MODULES: TWO_STAGES},
+    | {FIRST: 1, LAST: 2, MODULES: TWO_STAGES},
     f"{COMPILE} is true": {COMPILER: "aot_eager", COMPONENTS: ["model"]},
     f"{FLOAT8} is true": {RECIPE: "rowwise", EMULATE: True, "float8.filter_fqns": ["layers.0."], GATHER: True},
     f"{INT8} is true": {"int8.filter_fqns": ["layers.0."]},

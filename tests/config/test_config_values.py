@@ -81,8 +81,12 @@ WRONG_VALUES = {
         "lr_scheduler.warmup_steps = -1", "checkpoint.keep_latest_k = -1",
         "fault_tolerance.replica_id = -1", "fault_tolerance.group_size = -1",
         "comm.trace_buf_size = -1", "parallelism.pipeline_parallel_first_stage_less_layers = -1",
-        "parallelism.pipeline_parallel_last_stage_less_layers = 0.5", "parallelism.fsdp_forward_prefetch = -1",
+        "parallelism.fsdp_forward_prefetch = -1",
         "parallelism.fsdp_forward_prefetch = true", "parallelism.fsdp_backward_prefetch = -1", "plan.tokens = -1",
+    ],
+    "-1, or an integer >= 0": [
+        "parallelism.pipeline_parallel_last_stage_less_layers = -2",
+        "parallelism.pipeline_parallel_last_stage_less_layers = 0.5",
     ],
     "-1, or an integer >= 1": [
         "model.moe.expert_dim = 0",

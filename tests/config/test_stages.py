@@ -14,6 +14,7 @@ from titanlite import build, config
 from titanlite.config import Config
 from titanlite.config.model_sizes import SIZES
 from titanlite.config.stage_split import ONE_STAGE, Schedule, module_names, rank_of_stage, split_into_stages
+from titanlite.metrics.flops import flops_per_token
 
 Stages = list[list[str]]
 
@@ -139,7 +140,55 @@ def test_balanced_by_layers(load: Load, n_layers: int, degree: int, first: int, 
 
 def test_stages_of_all_ranks(load: Load):
     options = {"pipeline_parallel_schedule": "LoopedBFS", "pipeline_parallel_stages_per_rank": 3}
-    assert layers(config.schema.stage_modules(load(10, 2, **options))) == [1, 2, 2, 2, 2, 1]
+    ends = {"pipeline_parallel_first_stage_less_layers": 1, "pipeline_parallel_last_stage_less_layers": 1}
+    assert layers(config.schema.stage_modules(load(10, 2, **options, **ends))) == [1, 2, 2, 2, 2, 1]
+
+
+# fmt: off
+BY_DEFAULT = {  # flavor, pipeline ranks, schedule, stages per rank, layers of each stage
+    "8B, whose head is two layers":       ("llama3_8b", 4, "1F1B", 1, [8, 9, 9, 6]),
+    "8B, of 8 stages":                    ("llama3_8b", 4, "Interleaved1F1B", 2, [4, 4, 4, 4, 4, 5, 5, 2]),
+    "8B, first and last stage of a rank": ("llama3_8b", 4, "ZBVZeroBubble", 2, [4, 4, 4, 4, 4, 5, 5, 2]),
+    "13B, whose head is half a layer":    ("llama2_13b", 4, "1F1B", 1, [10, 10, 10, 10]),
+    "20B, whose head is four layers":     ("gpt_oss_20b", 2, "1F1B", 1, [14, 10]),
+    "a stage has a layer at least":       ("gpt_oss_20b", 8, "Interleaved1F1B", 2, [*[1] * 7, *[2] * 8, 1]),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize(("flavor", "degree", "schedule", "per_rank", "expected"), BY_DEFAULT.values(), ids=BY_DEFAULT)
+def test_the_output_head_counts_by_its_operations(
+    load: Load, flavor: str, degree: int, schedule: str, per_rank: int, expected: list[int]
+):
+    options = {"pipeline_parallel_schedule": schedule, "pipeline_parallel_stages_per_rank": per_rank}
+    args = f"--model.flavor={flavor}", "--training.seq_len=8192"
+    stages = config.schema.stage_modules(load(SIZES[flavor]["n_layers"], degree, *args, **options))
+    assert layers(stages) == expected
+    assert stages[-1][-2:] == ["norm", "output"]
+
+
+@pytest.mark.parametrize("flavor", ["llama3_8b", "gpt_oss_20b", "qwen3_30b_a3b", "moonlight_16b_a3b", "gemma3_1b"])
+def test_the_heads_layers_agree_with_the_operations_of_mfu(flavor: str):
+    """MFU counts attention without a mask: twice the operations with one, for sequences shorter than a window."""
+    model = config.schema.Model.model_validate({"flavor": flavor})
+    seq_len = 8
+    sizes = {name: parameter.numel() for name, parameter in build.meta_model(Config(model=model)).named_parameters()}
+    matrix = 2 * model.dim * model.vocab_size
+    attention = 2 * model.n_heads * (model.head_dim + model.v_head_dim) * seq_len * model.n_layers
+    layers = flops_per_token(sizes, model, seq_len) / 3 - matrix - attention / 2
+    expected = matrix / layers * model.n_layers
+    assert config.schema.layers_of_head(model, seq_len) == pytest.approx(expected, rel=2e-3)  # biases of idle experts
+
+
+def test_longer_sequences_and_windows_change_the_heads_layers():
+    model = config.schema.Model.model_validate({"flavor": "llama3_8b"})
+    short, long = (config.schema.layers_of_head(model, seq_len) for seq_len in (8192, 131072))
+    assert short == pytest.approx(2.09, abs=0.01)
+    assert long == pytest.approx(1050673152 / (436207616 + 2 * 4096 * 131072), abs=1e-4)
+    windowed = model.model_copy(update={"sliding_window": 4096})
+    assert config.schema.layers_of_head(windowed, 131072) == pytest.approx(
+        1050673152 / (436207616 + 4 * 4096 * (4096 - 4096**2 / (2 * 131072))), abs=1e-4
+    )
 
 
 def module_sizes(settings: Config) -> Counter[str]:
@@ -173,7 +222,7 @@ def test_balanced_by_parameters(load: Load, monkeypatch: pytest.MonkeyPatch, fla
 def test_parameters_and_layers_balance_differently(load: Load):
     """A vocabulary that is as large as some layers, at both ends."""
     args = ("--model.vocab_size=8192",)
-    assert layers(config.schema.stage_modules(load(10, 4, *args))) == [2, 3, 3, 2]
+    assert layers(config.schema.stage_modules(load(10, 4, *args))) == [3, 3, 3, 1]
     assert layers(config.schema.stage_modules(load(10, 4, *args, pipeline_parallel_balance="parameters"))) == [
         1,
         4,

@@ -790,6 +790,7 @@ FROM = PP | SHARD | CP
 TO = {
     "single process": {},
     "tp 4": {"tensor_parallel_degree": 4},
+    "pp, another split": PP | {"pipeline_parallel_last_stage_less_layers": 2},
     "pp x tp, zero-bubble": schedule("InterleavedZeroBubble") | TP,
     "HSDP x cp": REPLICATE | SHARD | CP,
     "shard x ulysses x tp": SHARD | ULYSSES | TP,

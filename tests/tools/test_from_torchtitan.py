@@ -473,6 +473,12 @@ def test_pipeline():
     assert parallelism.pipeline_parallel_schedule == "Interleaved1F1B"
     assert parallelism.pipeline_parallel_stages_per_rank == 3  # of ceil((32 + 2) / 3) = 12 stages
     assert row_of({**base, layers: 3}, layers).status == MISSING
+    ends = parallelism.pipeline_parallel_first_stage_less_layers, parallelism.pipeline_parallel_last_stage_less_layers
+    assert ends == (1, 1), "torchtitan's default, where titanlite counts the output head's operations"
+    last = "parallelism.pipeline_parallel_last_stage_less_layers"
+    assert config_of({**base, last: 3}).parallelism.pipeline_parallel_last_stage_less_layers == 3
+    assert row_of({last: 3}, last).status == NOT_READ
+    assert config_of({last: 3}) == config_of({})
 
 
 def test_expert_parallel_is_read_by_models_with_experts_only():

@@ -181,9 +181,8 @@ def _or_automatic(value: Any, automatic: Any) -> Any:
 
 
 def _muon_dtype(optimizer: Optimizer, param: str) -> str:
-    if optimizer.name != "Muon" or optimizer.muon_dtype != "auto":
-        return optimizer.muon_dtype
-    return "float32" if param == "float16" else param
+    automatic = "float32" if param == "float16" else param
+    return _or_automatic(optimizer.muon_dtype, automatic) if optimizer.name == "Muon" else optimizer.muon_dtype
 
 
 def _reshard_after_forward(config: Config, shard_degree: int, param: str) -> str | int:

@@ -397,6 +397,16 @@ def layer_parameters(model: Model, layer: int) -> int:
     return matrices + biases + norm_parameters(model, norms)
 
 
+def layers_of_head(model: Model, seq_len: int) -> float:
+    """Return how many layers have as many floating-point operations in a forward as the output head."""
+    idle = 3 * model.dim * model.expert_dim * (model.moe.n_experts - model.moe.n_experts_per_token)
+    weights = sum(layer_parameters(model, n) - idle * model.has_experts(n) for n in range(model.n_layers))
+    windows = [min(seq_len, layer.sliding_window or seq_len) for layer in model.of_layers()]
+    keys = sum(window - window**2 / (2 * seq_len) for window in windows)  # read by a token, with a causal mask
+    products = weights + model.n_heads * (model.head_dim + model.v_head_dim) * keys
+    return model.dim * model.vocab_size * model.n_layers / products
+
+
 def norm_parameters(model: Model, channels: int) -> int:
     """Return the number of parameters of norms that have this many channels in total."""
     return channels * (2 if model.norm == "layer" else 1)
@@ -624,10 +634,10 @@ class Parallelism(Section):
     """Stages per rank under a schedule that has several; -1: 2, or 1 under GPipe and 1F1B."""
     pipeline_parallel_balance: Literal["layers", "parameters"] = "layers"
     """Quantity that is balanced between the stages of a pipeline."""
-    pipeline_parallel_first_stage_less_layers: CountOrZero = 1
+    pipeline_parallel_first_stage_less_layers: CountOrZero = 0
     """Number of layers that the embedding counts as, when stages are balanced by layers."""
-    pipeline_parallel_last_stage_less_layers: CountOrZero = 1
-    """Number of layers that the norm and the output head count as, when stages are balanced by layers."""
+    pipeline_parallel_last_stage_less_layers: Union[Literal[-1], CountOrZero] = -1
+    """Number of layers that the output head counts as, when stages are balanced by layers; -1: by its operations."""
     module_fqns_per_model_part: list[list[str]] = Field(default=[])
     """Modules of each stage, in order (tok_embeddings, layers.0, ..., norm, output); empty: stages are balanced."""
     context_parallel_degree: Ranks = 1
@@ -952,8 +962,8 @@ def stage_modules(config: Config) -> list[list[str]]:
     if parallelism.module_fqns_per_model_part:
         return parallelism.module_fqns_per_model_part
     if parallelism.pipeline_parallel_balance == "layers":
-        first = parallelism.pipeline_parallel_first_stage_less_layers
-        costs = [first, *[1] * model.n_layers, 0, parallelism.pipeline_parallel_last_stage_less_layers]
+        first, last = (getattr(parallelism, f"pipeline_parallel_{end}_stage_less_layers") for end in ("first", "last"))
+        costs = [first, *[1] * model.n_layers, 0, layers_of_head(model, config.training.seq_len) if last < 0 else last]
     else:
         layers, matrix = [layer_parameters(model, n) for n in range(model.n_layers)], model.dim * model.vocab_size
         costs = [matrix + model.learned_positions * model.dim, *layers, norm_parameters(model, model.dim), matrix]

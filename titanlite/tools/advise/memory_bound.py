@@ -18,8 +18,8 @@ def estimate_bytes(task: Task, candidate: Candidate) -> float:
     matrix = model.dim * model.vocab_size / mesh.tp
     shards = mesh.dp_shard * mesh.cp
     n_layers = model.n_layers
-    if mesh.pp > 1:  # embedding and head count as a layer each
-        n_layers = candidate.stages * math.ceil((n_layers + 2) / (mesh.pp * candidate.stages))
+    if mesh.pp > 1:  # the output head counts as some layers
+        n_layers = candidate.stages * math.ceil((n_layers + task.layers_of_head) / (mesh.pp * candidate.stages))
     weights, own_weights = n_layers * layer_weights, n_layers * own_weights
     if mesh.pp == 1:
         own_weights += (1 if model.tie_embeddings else 2) * matrix / shards

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from titanlite.config import load_values
 from titanlite.config.launch import loss_chunks
 from titanlite.config.loader import LoadedConfig
-from titanlite.config.schema import Config, Model, count_parameters
+from titanlite.config.schema import Config, Model, count_parameters, layers_of_head
 from titanlite.config.stage_split import SPLIT_BACKWARD
 from titanlite.metrics import devices
 from titanlite.tools.plan.planner import resolve
@@ -44,6 +44,10 @@ class Task:
     @functools.cached_property
     def n_parameters(self) -> int:
         return count_parameters(self.model)
+
+    @functools.cached_property
+    def layers_of_head(self) -> float:
+        return layers_of_head(self.model, self.seq_len)
 
 
 class Mesh(NamedTuple):

@@ -16,7 +16,7 @@ from titanlite.tools.plan.op_trace import OpTrace, Work
 
 aten = torch.ops.aten
 SIDES = {"cpu": (64, 256, 1024, 4096), "cuda": (128, 512, 2048, 8192, 32768)}  # values of m, n and k
-MOST_FLOPS = {"cpu": 2e9, "cuda": 1e14}  # largest FLOPs of a measured matrix product; attention may have 4 times more
+MOST_FLOPS = {"cpu": 2e9, "cuda": 1e14}  # largest FLOPs of a measured matrix product; attention: 4 times as many
 LENGTHS = {"cpu": (128, 256, 512, 1024, 2048, 4096), "cuda": (512, 1024, 2048, 4096, 8192, 16384, 32768)}
 HEAD_DIMS = {"cpu": (16, 64, 128), "cuda": (64, 128)}
 TOKENS_TIMES_HEADS = {"cpu": 2**15, "cuda": 2**20}

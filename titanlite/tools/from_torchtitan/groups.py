@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Any, get_args
 
+from titanlite.config.keys import END_LAYERS
 from titanlite.config.loader import show
 from titanlite.config.model_sizes import SIZES
 from titanlite.config.stage_split import ONE_STAGE, Schedule
@@ -257,10 +258,13 @@ def _pipeline(to: Conversion) -> None:
     flavor = SIZES.get(to.options[FLAVOR][0], {})
     n_layers = to.options.get("model.n_layers", (flavor.get("n_layers", 0), ""))[0]
     per_stage = to.values.get(layers_key)
+    if degree == 1:
+        to.unread([layers_key, *END_LAYERS], f"{PIPELINE} is 1")
+        for key in END_LAYERS:
+            del to.options[key]
     if per_stage is None or degree == 1:
-        to.unread([layers_key], f"{PIPELINE} is 1")
         return
-    ends = sum(to.number(f"parallelism.pipeline_parallel_{end}_stage_less_layers", 1) for end in ("first", "last"))
+    ends = sum(to.number(key, 1) for key in END_LAYERS)
     n_stages = math.ceil((n_layers + ends) / per_stage) if type(per_stage) is int and per_stage > 0 else 0
     if n_stages and n_stages % degree == 0 and (n_stages // degree == 1) == (schedule in ONE_STAGE):
         to.put("parallelism.pipeline_parallel_stages_per_rank", n_stages // degree, layers_key)
