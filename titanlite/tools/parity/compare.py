@@ -92,3 +92,16 @@ def print_comparison(reference: Trace, layout: Trace, tolerances: dict[str, floa
         print(f"{parameter:40} {values} {'':9}  {verdict(initial, *gradients, final)}")
     print(f"\n{conclusion}")
     return not wrong
+
+
+def print_tolerances(reference: Trace, layout: Trace, tolerances: Numbers) -> bool:
+    """Print every entry: its largest difference, measured and allowed, over its largest element. Print the verdict, and
+    return whether every difference is within its tolerance."""
+    actual, allowed, wrong, conclusion = judge(reference, layout, tolerances)
+    print(f"{'largest difference over the largest element':60} {'measured':>9} {'allowed':>9}")
+    for name, difference in actual.items():
+        size = reference[name].abs().max().item() if name in reference else 0.0
+        measured, most = (each / (size or 1.0) for each in (difference, allowed[name]))
+        print(f"{name:60} {measured:9.1e} {most:9.1e}  {'DIFFERS' if name in wrong else 'equal'}")
+    print(f"\n{conclusion}")
+    return not wrong
