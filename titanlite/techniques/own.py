@@ -158,9 +158,8 @@ def _wrong_forward(block: nn.Module, model: Model) -> dict[str, str]:
 
 
 def load_own(place: str | Parts) -> Parts:
-    """Return the Own object at `place`, FILE.py:NAME. A Parts object is returned unchanged, and "" gives the default
-    parts. sys.path does not change. Raises ConfigError with one line if the file cannot be read or run, or has no
-    NAME."""
+    """Return the Own object at `place`, FILE.py:NAME. A Parts object is returned unchanged; "" gives default parts.
+    sys.path does not change. Raises ConfigError with one line if the file cannot be read or run, or has no NAME."""
     if not place or isinstance(place, Parts):
         return place or Parts()
     file, _, name = place.rpartition(":")

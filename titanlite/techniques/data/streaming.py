@@ -43,8 +43,7 @@ Saved = dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], _Shard]
 
 def partition(segments: list[Segment], n: int) -> list[list[Segment]]:
     """Partition a dataset into n shards of nearly equal bytes, each with its rows in order. If all files can be split,
-    a shard is a range of rows; otherwise each file, the largest first, is assigned to the shard with the fewest
-    bytes."""
+    a shard is a range of rows; otherwise each file, largest first, goes to the shard with the fewest bytes."""
     shards: list[list[Segment]] = [[] for _ in range(n)]
     if all(map(is_splittable, segments)):
         total = sum(segment.bytes for segment in segments)

@@ -182,8 +182,7 @@ class Permute(torch.autograd.Function):
 class Keep(torch.autograd.Function):
     """Saves tensors for the backward of a later function, which takes Keep's result as an input and saves nothing
     itself. Activation checkpointing recomputes only until all saved tensors exist, so it skips the later function,
-    whose backward reads `grad_fn.saved_tensors` of the result. `anchor` requires a gradient, so the result has a
-    grad_fn."""
+    whose backward reads the result's `grad_fn.saved_tensors`. `anchor` requires a gradient, so grad_fn exists."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:

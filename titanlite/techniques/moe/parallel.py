@@ -172,8 +172,7 @@ def _send(
     w1: Tensor, _: Tensor, w3: Tensor, *biases: Tensor,
 ) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
     """Send rows and scores to the ranks of their experts, and multiply the rows there by w1 and w3 while later rows are
-    in flight. Return the received scores and, by expert, the received rows and their products with w1 and w3, biases
-    added."""
+    in flight. Return received scores and, by expert, received rows and their products with w1 and w3, biases added."""
     sent_scores = _start(scores_M[by_rank_M], exchange.received_R, exchange.sent_R, exchange.group)
     arriving = exchange.send_rows(x_MD)
     scores, gates, ups = _wait(sent_scores)[by_expert], [], []
