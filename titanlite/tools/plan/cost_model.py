@@ -19,7 +19,7 @@ LEAST_SPREAD = 0.05  # least relative uncertainty of times on a calibrated devic
 FULL_WAVES = 14 / 15
 """The inverse of (1 + 1 / waves) in the measurement of attention's rate, with 8,192 tokens of 128 heads, 14 waves."""
 ROW_BYTES = 227 * 1024  # bytes of the longest row that fits into a multiprocessor's shared memory
-# Mean reads per input with longer rows: 3 for maximum, sum, result; backward: the gradient twice, the output once.
+# Mean reads per input if rows exceed ROW_BYTES: 3 for maximum, sum, result; backward: gradient twice, output once.
 SOFTMAX_READS = {"aten._log_softmax": 3.0, "aten._log_softmax_backward_data": 1.5}
 
 
