@@ -106,7 +106,7 @@ class Stored(NamedTuple):
 
 def build_manifest(files: Mapping[str, Stored], state: bytes) -> bytes:
     """Return manifest.json for a checkpoint that consists of safetensors `files` and `state`, its state.json."""
-    layouts: dict[tuple[int, int, Slice], int] = {}  # (layout without its last slice, file, slice) -> layout
+    layouts: dict[tuple[int, int, Slice], int] = {}  # (number of the layout's prefix, file, last slice) -> its number
     layout_of: dict[str, int] = {}
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     for index, stored in enumerate(files.values()):

@@ -189,7 +189,7 @@ def _reshard_after_forward(config: Config, shard_degree: int, param: str) -> str
     training, parallelism = config.training, config.parallelism
     if parallelism.fsdp_reshard_after_forward != "default":
         return parallelism.fsdp_reshard_after_forward
-    # With one shard, all-gather returns the weights or a cast of them, without communication; experts may be sharded.
+    # With one shard, FSDP's all-gather is at most a cast, without communication; with EP, experts may have more shards.
     one_shard = shard_degree * parallelism.context_parallel_degree == 1 and not training.enable_cpu_offload
     keeps = one_shard and (parallelism.expert_parallel_degree == 1 or param != training.dtype)
     return "never" if keeps or parallelism.pipeline_parallel_degree > 1 else "always"

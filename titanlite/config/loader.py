@@ -55,7 +55,7 @@ class Section(BaseModel):
     @classmethod
     def _no_odd_characters(cls, value: Any) -> Any:
         texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
-        # Terminals obey control characters in printed options. Surrogates stand for bytes that are not UTF-8.
+        # Reject control characters, which a terminal obeys, and surrogates, which stand for bytes that are not UTF-8.
         if any(re.search("[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", text) for text in texts):
             raise PydanticCustomError(OWN_MESSAGE, "expected UTF-8 text without control characters")
         return value
@@ -272,7 +272,7 @@ def _override(kind: type[Section], arguments: list[str], values: dict[str, Any],
             if isinstance(inner, dict):  # _validate reports a section that is no table
                 inner[key] = _parse(text, option) if equals else True
                 origins[f"{section}.{key}"] = COMMAND_LINE
-                if inner[key] or option is None or option.default:  # 0 means that the alternative holds
+                if inner[key] or option is None or option.default:  # an option set to its default 0 replaces no other
                     replaced += kind.alternatives.get(f"{section}.{key}", ())
     for name in (name for name in replaced if origins.get(name, COMMAND_LINE) != COMMAND_LINE):
         section, _, key = name.partition(".")
@@ -300,7 +300,7 @@ def _validate(
         try:
             return kind.model_validate(good), bad_keys, [*lines.values()]
         except ValidationError as error:
-            entries = sorted(error.errors(), key=lambda entry: len(entry["loc"]) > 1)  # errors of sections come first
+            entries = sorted(error.errors(), key=lambda entry: len(entry["loc"]) > 1)  # whole sections' errors first
         found = [(*_place(kind, entry["loc"]), entry) for entry in entries]
         is_set = [each for each in found if _is_set(good, each[0])]
         for place, section, field, entry in is_set or found:

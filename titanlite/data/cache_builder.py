@@ -61,7 +61,7 @@ class CacheBuilder:
             index = None
             while index is None:
                 self._wait_for_lock()
-                with contextlib.suppress(FolderInUse):  # another run took over the suspended process's lock
+                with contextlib.suppress(FolderInUse):  # another run took the lock while this process was suspended
                     self._build_missing()
                     index = Index(dtype=self.dtype, shards=[self.shards[n] for n in range(len(self.segments))])
                     index.publish(self.folder / token_shards.INDEX)

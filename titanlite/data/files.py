@@ -346,7 +346,7 @@ def _lines(file: BinaryIO, segment: Segment) -> Iterator[tuple[int, int, bytes]]
 
 def _paragraphs(file: BinaryIO, segment: Segment) -> Iterator[tuple[int, int, bytes]]:
     """Yield begin, end and content of each paragraph that begins in a segment. Empty lines separate paragraphs."""
-    first = max(segment.begin - 2, 0)  # include an empty line that ends just before the segment
+    first = max(segment.begin - 2, 0)  # begin 2 bytes early, to see whether an empty line ends just before the segment
     lines, after_empty = _lines(file, segment._replace(begin=first, end=END)), first == 0
     for is_empty, group in itertools.groupby(lines, key=lambda line: not line[2].rstrip(b"\r\n")):
         if after_empty and not is_empty:

@@ -27,7 +27,7 @@ THREADS = 4
 """Cores per worker; reading and decompression use one of them."""
 MESSAGES: dict[str, TypeAdapter[Any]] = {
     "error": TypeAdapter(tuple[bool, list[str]]),  # whether the error is a ConfigError; the error's lines
-    "report": TypeAdapter(tuple[int, int, list[str]]),  # bytes and tokens since the last report; unread names
+    "report": TypeAdapter(tuple[int, int, list[str]]),  # bytes and tokens since the last report; unread columns' names
     "at": TypeAdapter(tuple[str, int]),  # file and row that a worker reads next
 }
 """Types of the contents of a worker's messages, except results, by name."""

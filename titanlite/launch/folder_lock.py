@@ -128,7 +128,7 @@ class FolderLock:
             self._released.set()
             self._thread.join()
             self._thread = None
-            with contextlib.suppress(OSError, ConfigError):  # other processes take over a lock that has no heartbeat
+            with contextlib.suppress(OSError, ConfigError):  # a lock that stays is harmless: its heartbeat has stopped
                 if _token(found := _read(self.path)) == self.token:
                     self._withdraw(found)
 

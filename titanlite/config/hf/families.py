@@ -118,7 +118,7 @@ FITS: dict[str, Callable[[Section], bool]] = {
     "qwen3_moe": lambda model: _routes(model, in_every_layer=False, normalizes=False),
     "olmoe": lambda model: _routes(model, normalizes=False) and _heads_are_as_wide(model),
     "phi3": lambda model: model.hf_model_type == "phi3" or is_long(model),
-    "glm": lambda model: model.hf_model_type == "glm",  # GLM's tensor names do not follow from its options
+    "glm": lambda model: model.hf_model_type == "glm",  # models with the same options may have other tensor names
     "glm4_moe": _routes_as_glm,
     "starcoder2": lambda model: (model.attention_bias == "all") == model.mlp_bias,
     "gpt2": lambda model: _heads_are_as_wide(model) and model.n_kv_heads == model.n_heads,

@@ -197,7 +197,7 @@ class MixedSequences:
         counts, left = [0.0] * len(self.components), float(n)
         while left and (active := {i: self.components[i] for i in self._active(counts)}):
             total = sum(each.share for each in active.values())
-            ends = {}  # number of sequences until a dataset reaches its limit, by dataset
+            ends = {}  # number of sequences of the mixture until a dataset reaches its limit, by dataset
             for i, each in active.items():
                 ends[i] = math.inf if each.limit is None else (each.limit - counts[i]) * total / each.share
             taken = min(left, *ends.values())
@@ -222,7 +222,7 @@ class MixedSequences:
     def _walk_through(self, block: MixtureBlock) -> tuple[list[tuple[int, int]], MixtureBlock]:
         """Return (dataset, index in the dataset's order) for each sequence of a block, and the next block."""
         chosen, counts, phase = [], list(block.counts), block.phase
-        end = MIXTURE_BLOCK  # index at which all datasets are used up; shuffling does not cross it
+        end = MIXTURE_BLOCK  # if all datasets are used up in this block: their end, which shuffling does not cross
         while len(chosen) < MIXTURE_BLOCK:
             chosen += self._choose(counts, phase, MIXTURE_BLOCK - len(chosen))
             if counts[chosen[-1]] == self.components[chosen[-1]].limit:  # the chosen dataset is used up

@@ -157,7 +157,7 @@ class Replicas(OneGroup):
         step is yielded again. Raises TrainingError if the group was asked to stop while it waited for other groups."""
         while self.manager.current_step() < last:
             self._join()
-            if self.manager.current_step() < last:  # `_join` may have copied the state of `last` from another group
+            if self.manager.current_step() < last:  # `_join` may have copied another group's state of step `last`
                 yield self.manager.current_step() + 1
 
     def _join(self) -> None:
