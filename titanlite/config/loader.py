@@ -210,8 +210,7 @@ def find_config(name: str) -> Path:
 def read_toml(file: str) -> dict[str, Any]:
     path = Path(file)
     try:
-        content = read_file(path, LARGEST_CONFIG)
-        return parse_toml(content.decode("utf-8-sig"))  # Windows editors may write a byte order mark
+        return parse_toml(read_file(path, LARGEST_CONFIG).decode("utf-8-sig"))  # Windows editors may write a BOM
     except FileNotFoundError:
         near = difflib.get_close_matches(path.name, [other.name for other in path.parent.glob("*.toml")], n=1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else "" if path.is_absolute() else f" in {Path.cwd()}"
@@ -236,13 +235,6 @@ def parse_toml(text: str) -> dict[str, Any]:
     return values
 
 
-def _split(kind: type[Section], name: str) -> tuple[str, str]:
-    """Split `section.key` into the innermost existing section and the key."""
-    inner = [section for section in sections_of(kind) if name.startswith(f"{section}.")]
-    section = max(inner, key=len, default=name.partition(".")[0])
-    return section, name[len(section) + 1 :]
-
-
 def _keys_in(kind: type[Section], values: dict[str, Any], prefix: str = "") -> Iterator[str]:
     sections = sections_of(kind)
     for name, value in values.items():
@@ -257,7 +249,9 @@ def _override(kind: type[Section], arguments: list[str], values: dict[str, Any],
     problems, replaced = [], list[str]()
     for argument in arguments:
         name, equals, text = argument.removeprefix("--").partition("=")
-        section, key = _split(kind, name)
+        known = [section for section in sections_of(kind) if name.startswith(f"{section}.")]
+        section = max(known, key=len, default=name.partition(".")[0])  # the innermost section that exists
+        key = name[len(section) + 1 :]
         option = options_of(kind).get(f"{section}.{key}")
         if not argument.startswith("--") or not section or not key:
             problems.append(f"{COMMAND_LINE}: {argument}: expected --section.key=value")

@@ -170,8 +170,7 @@ def open_mixture(tokenizer: Tokenizer, training: Training, caches: Caches, *, se
         raise ConfigError(problems)
     shares = mixture.integer_shares(training.datasets, [each.n_sequences for each in packed])
     names = [options.name for options in training.datasets]
-    components = map(mixture.Component, names, packed, identities, shares, limits)
-    return mixture.MixedSequences(list(components), seed=seed)
+    return mixture.MixedSequences(list(map(mixture.Component, names, packed, identities, shares, limits)), seed=seed)
 
 
 def _open_validation(tokenizer: Tokenizer, validation: Validation, caches: Caches) -> SplitSequences:

@@ -305,8 +305,7 @@ class Tokens:
 
     def __init__(self, cache: TokenCache, split: Split):
         self.cache, self.split = cache, split
-        counts = [getattr(shard, f"{split}_tokens") for shard in cache.index.shards]
-        self._ends = np.cumsum(counts)
+        self._ends = np.cumsum([getattr(shard, f"{split}_tokens") for shard in cache.index.shards])
 
     def __len__(self) -> int:
         return int(self._ends[-1])

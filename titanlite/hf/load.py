@@ -242,8 +242,7 @@ def _check_tied(files: dict[str, Path], embedding: nn.Parameter, options: Model)
     name = name_in(files, hf_name(EMBEDDING, options))
     with open_safetensors(files[name]) as one, open_safetensors(files[OUTPUT_HEAD]) as other:
         tensors, ranges = (one.get_slice(name), other.get_slice(OUTPUT_HEAD)), _ranges(embedding, EMBEDDING, options)
-        shards = [_read(tensor, ranges).to(embedding.dtype) for tensor in tensors]
-        if not torch.equal(*shards):
+        if not torch.equal(*(_read(tensor, ranges).to(embedding.dtype) for tensor in tensors)):
             problem = f"{files[OUTPUT_HEAD]}: {OUTPUT_HEAD} differs from {name}, and model.tie_embeddings = true"
             raise ConfigError([f"{problem}; set model.tie_embeddings = false"])
 
@@ -262,8 +261,7 @@ def _fill(parameter: Tensor, name: str, files: dict[str, Path], options: Model) 
                 shard.copy_(_finite(numbers, *next(iter(files.items()))))
     elif local.numel():
         ranges = _ranges(parameter, name, options)
-        shards = local if parameter.dim() == EXPERT_DIMS else [local]
-        targets = zip(files, shards, strict=True)
+        targets = zip(files, local if parameter.dim() == EXPERT_DIMS else [local], strict=True)
         for file, group in itertools.groupby(targets, lambda target: files[target[0]]):
             with open_safetensors(file) as tensors:
                 for tensor, shard in group:
@@ -294,8 +292,7 @@ def _read(tensor: Any, ranges: list[tuple[slice, Tensor]]) -> Tensor:
     if rows.stop > (n := tensor.get_shape()[0]):
         parts = (slice(begin, begin + ROWS_AT_A_TIME) for begin in range(0, n, ROWS_AT_A_TIME))
         mean = sum(tensor[(part, *(covered for covered, _ in ranges[1:]))].double().sum(0) for part in parts) / n
-        new = mean.to(result.dtype).expand(rows.stop - max(rows.start, n), -1)
-        result = torch.cat([result, new])
+        result = torch.cat([result, mean.to(result.dtype).expand(rows.stop - max(rows.start, n), -1)])
     for dim, (_, places) in enumerate(ranges):
         is_in_order = torch.equal(places, torch.arange(result.shape[dim]))
         result = result if is_in_order else result.index_select(dim, places)
