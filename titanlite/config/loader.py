@@ -28,12 +28,10 @@ else:
     import tomli as tomllib
 
 COMMAND_LINE = "command line"
-LARGEST_CONFIG = 2**20
-"""Largest TOML file, in bytes."""
+LARGEST_CONFIG = 2**20  # largest TOML file, in bytes
 OWN_MESSAGE = "own message"
 """pydantic type of errors that titanlite raises itself, whose message is shown unchanged."""
-DEEPEST = 32
-"""Deepest nesting of a TOML file, in levels; a config has five levels."""
+DEEPEST = 32  # deepest nesting of a TOML file, in levels; a config has five levels
 FAR = 4096
 """Upper bounds from this value on are technical limits, which error messages do not name unless exceeded."""
 TYPES = {"boolean": "true or false", "integer": "an integer", "number": "a finite number", "string": "a string"}
@@ -117,8 +115,7 @@ class LoadedConfig(Generic[Options]):
 
     config: Options
     file: str
-    origins: dict[str, str]
-    """The config file's name or COMMAND_LINE, for each `section.key` that was set."""
+    origins: dict[str, str]  # config file's name or COMMAND_LINE, for each `section.key` that was set
 
     def lines(self, rejections: Rejections, ignored: set[str] = frozenset()) -> list[str]:
         """Return one line per rejection, except rejections by rules that read a key in `ignored`."""

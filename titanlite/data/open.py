@@ -66,12 +66,9 @@ class CacheOfRun(NamedTuple):
     """A token cache that a run needs: its dataset, and the purposes of its splits."""
 
     source: Source
-    fraction: float
-    """Fraction of the documents that is the validation split."""
-    splits: dict[str, Split]
-    """Split of the cache for each purpose, "training" or "validation"."""
-    name: str = ""
-    """Name of the dataset in a mixture."""
+    fraction: float  # fraction of the documents that is the validation split
+    splits: dict[str, Split]  # split of the cache for each purpose, "training" or "validation"
+    name: str = ""  # name of the dataset in a mixture
 
 
 Caches = list[tuple[CacheOfRun, TokenCache]]

@@ -47,8 +47,7 @@ HF_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 EMBEDDING = "tok_embeddings.weight"
 ROWS_AT_A_TIME = 2**14
 """Number of rows of a tensor that are read together to compute the mean of all rows."""
-EXPERT_DIMS = 3
-"""Dimensions of a parameter of experts: experts, rows, columns."""
+EXPERT_DIMS = 3  # dimensions of a parameter of experts: experts, rows, columns
 PREFIXES = ("model.", "transformer.")
 """Prefixes of tensors' names. Folders of models without an output head lack the prefix, as in GPT-2's release."""
 NOT_A_WEIGHT = re.compile(

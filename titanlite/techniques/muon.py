@@ -28,11 +28,9 @@ RMS = 0.2
 class Unit(NamedTuple):
     """The matrices that one rank orthogonalizes in a round: one matrix, or some matrices of a stack of experts."""
 
-    number: int
-    """Index of the weight among the optimizer's matrices."""
+    number: int  # index of the weight among the optimizer's matrices
     shape: tuple[int, ...]
-    first: int
-    """Number of the first expert; 0 for a matrix."""
+    first: int  # number of the first expert; 0 for a matrix
 
 
 def is_orthogonalized(name: str, parameter: Tensor) -> bool:
