@@ -291,7 +291,8 @@ def _read(tensor: Any, ranges: list[tuple[slice, Tensor]]) -> Tensor:
     if rows.stop > (n := tensor.get_shape()[0]):
         parts = (slice(begin, begin + ROWS_AT_A_TIME) for begin in range(0, n, ROWS_AT_A_TIME))
         mean = sum(tensor[(part, *(covered for covered, _ in ranges[1:]))].double().sum(0) for part in parts) / n
-        result = torch.cat([result, mean.to(result.dtype).expand(rows.stop - max(rows.start, n), -1)])
+        new = mean.to(result.dtype).expand(rows.stop - max(rows.start, n), -1)
+        result = torch.cat([result, new])
     for dim, (_, places) in enumerate(ranges):
         is_in_order = torch.equal(places, torch.arange(result.shape[dim]))
         result = result if is_in_order else result.index_select(dim, places)

@@ -92,4 +92,5 @@ def reasons(ratio: float, precision: float, quantities: Mapping[str, float]) -> 
         candidates.append((f"{one} x {other} = {a:g} x {b:g}", max(a * b, 1 / (a * b))))
         over, under = ((one, a), (other, b)) if a > b else ((other, b), (one, a))
         candidates.append((f"{over[0]} / {under[0]} = {over[1]:g} / {under[1]:g}", over[1] / under[1]))
-    return [text for text, value in candidates if abs(max(ratio, 1 / ratio) / value - 1) <= precision]
+    factor = max(ratio, 1 / ratio)
+    return [text for text, value in candidates if abs(factor / value - 1) <= precision]

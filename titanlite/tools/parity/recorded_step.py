@@ -239,7 +239,8 @@ def _read_weights(
     _check_names(place, {*files}, {*expected}, expectation)
     read: dict[str, Tensor] = {}
     for file in sorted({files[name] for name in expected}):
-        read |= _read_tensors(file, {name: shape for name, shape in expected.items() if files[name] == file}, narrowest)
+        own = {name: shape for name, shape in expected.items() if files[name] == file}
+        read |= _read_tensors(file, own, narrowest)
     if head in files and not torch.equal(read[head], read[sources[EMBEDDING][0]]):
         problem = f"{head} differs from {sources[EMBEDDING][0]}, and tie_word_embeddings of config.json is true"
         raise ConfigError([f"{files[head]}: {problem}"])
