@@ -190,7 +190,7 @@ def _problem_of_slices(slices: list[tuple[int, list[int], list[int]]], shape: li
             return f"a slice of size {size} at {offset} is not inside the shape {shape}"
     if math.prod(shape) == 0:
         return ""
-    # The boundaries of all slices form a grid. Exactly one slice must cover each cell of the grid.
+    # The boundaries of all slices divide the tensor into a grid, each cell of which exactly one slice must cover.
     bounds = [
         sorted({0, n, *(each for _, offset, size in slices for each in (offset[d], offset[d] + size[d]))})
         for d, n in enumerate(shape)

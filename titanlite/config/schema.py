@@ -352,7 +352,7 @@ class Model(Section):
             return values  # pydantic reports a section that is no table
         flavor, defaults = values.get("flavor", "debug"), SIZES["debug"]
         if flavor == "from_hf":
-            if defaults.keys() - values.keys():  # a resolved config has all values and needs no folder
+            if defaults.keys() - values.keys():  # a resolved config has all, so it is loaded without the folder
                 from titanlite.config.hf.config_json import options_from_hf
 
                 defaults = options_from_hf(values.get("hf_assets_path", ""))

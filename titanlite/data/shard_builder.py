@@ -89,7 +89,7 @@ def build_shard(
     def documents() -> Iterator[tuple[Split, np.ndarray, int]]:
         document = 0
         for texts, tokens, n_bytes in encoded():
-            if not (number or document or special or options.template):  # search a dataset's first documents
+            if not (number or document or special or options.template):  # find special tokens in the first documents
                 unread.update(spelled(tokenizer, texts[:N_SEARCHED]))
             for text, own in zip(texts, tokens, strict=True):
                 if options.rows:

@@ -153,7 +153,7 @@ PACKED_ATTENTION: dict[str, PackedAttention] = {"flash": PackedAttention(_flash_
 """Backends with packed attention, by name. Other backends are called once per document and block of a window."""
 ATTENTION_BACKENDS: dict[str, AttentionBackend] = {
     "cpu": AttentionBackend(_cpu_forward, _cpu_backward),
-    "flash": AttentionBackend(_flash_forward, _flash_backward),  # float16 and bfloat16 only, K a multiple of 8
+    "flash": AttentionBackend(_flash_forward, _flash_backward),  # float16 and bfloat16 only, head dim a multiple of 8
     "cudnn": AttentionBackend(_cudnn_forward, _cudnn_backward),  # float16 and bfloat16 only
     "efficient": AttentionBackend(_efficient_forward, _efficient_backward),
     "math": AttentionBackend(_math_forward, _math_backward),  # any device and dtype; memory grows with T x S

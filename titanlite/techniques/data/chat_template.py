@@ -80,7 +80,7 @@ class ChatTemplate:
         return ChatTemplate(tokenizer).identity
 
     def document(self, training: Training, values: dict[str, Any], unread: set[str]) -> list[Conversation]:
-        """Return the conversations of a row (columns `values`) that are trained on. Adds the message keys that the
+        """Return the conversations to train on of a row, whose columns are `values`. Adds the message keys that the
         template ignores to `unread`. Raises ValueError if the row is no conversation or cannot be rendered."""
         restart_time_limit()
         try:

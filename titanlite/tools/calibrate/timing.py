@@ -13,7 +13,7 @@ MOST_CALLS = 1000  # largest number of calls that are timed as one group
 
 
 class Timer:
-    """Times calls. Every rank must time the same calls in the same order. `seconds`: least time to repeat a call."""
+    """Times calls. Every rank must time the same calls in the same order. A call is repeated for at least `seconds`."""
 
     def __init__(self, device: torch.device, seconds: float = 0.05):
         self.device, self.budget = device, seconds

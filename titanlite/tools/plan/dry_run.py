@@ -334,7 +334,7 @@ def _run_microbatches(config: Config, trace: OpTrace, model: Llama, number: int,
     dtype = getattr(torch, config.training.mixed_precision_param)
     stage = pipeline_stage(model, number, parallelism, group=group, hidden_shape=shape, dtype=dtype, device=CPU)
     stage.has_backward = True  # torch's schedules set this attribute
-    if hasattr(model, "set_manual_backward_finalization"):  # torch 2.15's forward_one_chunk does so
+    if hasattr(model, "set_manual_backward_finalization"):  # forward_one_chunk of torch 2.15 sets this
         model.set_manual_backward_finalization(True)
     first, last = number == 0, number == parallelism.n_stages - 1
     fsdp.prepare_accumulation_step(model, parallelism, last=True)
