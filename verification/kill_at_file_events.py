@@ -3,10 +3,10 @@
     pip install --target FOLDER ckpt-chaos==0.1.8
     PYTHONPATH=FOLDER python -m verification.kill_at_file_events [--points 90] [--modes before,torn,unsynced]
 
-A run of six steps saves three checkpoints. It is killed at one file event of its folder, resumed by the same command,
-and its last checkpoint is compared with that of a run without a kill, byte by byte. `before`: the event is prevented.
-`torn`: the file is cut to half its size. `unsynced`: files without fsync are lost. LOST_WORK means that the resume did
-not begin at the newest complete checkpoint.
+A run of six steps saves three checkpoints. It is killed at a file event from its first save on, resumed by the same
+command, and its last checkpoint is compared with that of a run without a kill, byte by byte. `before`: the event is
+prevented. `torn`: the file is cut to half its size. `unsynced`: files without fsync are lost. LOST_WORK means that the
+resume did not begin at the newest complete checkpoint.
 
 In mode `unsynced` ckpt-chaos 0.1.8 reads each path that the program opens for writing, also the folder that Python's
 tempfile opens with O_TMPFILE; so the program gets an IsADirectoryError that no file system has given, and ends before
@@ -18,6 +18,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 ARGUMENTS = """debug --training.steps=6 --checkpoint.enable --checkpoint.interval=2 --checkpoint.keep_latest_k=0
 --model.dim=32 --model.n_layers=1 --model.n_heads=4 --model.n_kv_heads=2 --model.ffn_dim=64 --training.seq_len=32
@@ -45,7 +46,12 @@ def main() -> int:
     from ckpt_chaos import byo
     from ckpt_chaos.runner import print_table
 
+    def select(events: list[Any], n_points: int, modes: tuple[str, ...]) -> list[tuple[int, str]]:
+        first = next(number for number, (_, _, name, _) in enumerate(events) if "step-" in name)
+        return all_events(events[first:], n_points, modes)
+
     os.environ |= ONE_RANK
+    all_events, byo._select = byo._select, select
     with tempfile.TemporaryDirectory() as folder:
         byo.BOOT = Path(folder, "boot")
         byo.BOOT.mkdir()

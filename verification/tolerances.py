@@ -152,30 +152,39 @@ def measure_experts() -> Iterator[dict[str, Any]]:
         yield {"precision": precision, "seed": seed, "losses": losses}
 
 
-def table(path: Path) -> str:
-    """Return the rows of a log as tables: the median over seeds, in units of the precision's rounding error."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    lines = []
+def median(rows: list[dict[str, Any]], kind: str, what: str) -> float:
+    return statistics.median(row[kind][what] for row in rows)
+
+
+def grouped(rows: list[dict[str, Any]], *keys: str) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
+    """Return the rows that have all keys, by the values of these keys."""
     groups = defaultdict(list)
     for row in rows:
-        if "layout" in row:
-            groups[row["steps"], row["precision"], row["family"], row["layout"]].append(row)
-    for key, some in groups.items():
-        cells = []
+        if row.keys() >= {*keys}:
+            groups[tuple(row[key] for key in keys)].append(row)
+    return groups
+
+
+def table(path: Path) -> str:
+    """Return the tables of a log: the largest of the layouts' medians over seeds; of sizes, the median in units of one
+    rounding; of expert-parallel degrees, each loss."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = ["| steps | precision | model | loss | gradient norm | gradients | weights |", "| --- " * 7 + "|"]
+    for key, some in grouped(rows, "steps", "precision", "family").items():
+        layouts = grouped(some, "layout").values()
+        cells = [*map(str, key)]
         for what in ("loss", "gradient norm", "gradients", "weights"):
-            far, rounding = (statistics.median(each[kind][what] for each in some) for kind in ("distance", "rounding"))
-            cells.append(f"{far:.1e} ({rounding:.1e})")
-        lines.append("| " + " | ".join([*map(str, key), *cells]) + " |")
-    by_size = defaultdict(list)
-    for row in rows:
-        if "n_layers" in row:
-            by_size[row["precision"], row["n_layers"], row["dim"], row["seq_len"]].append(row["rounding"])
-    for key, some in by_size.items():
-        cells = [f"{statistics.median(each[what] for each in some) / UNIT[key[0]]:.2g}" for what in some[0]]
-        lines.append("| " + " | ".join([*map(str, key), *cells]) + " |")
-    for row in rows:
-        if "losses" in row:
-            lines.append(f"| {row['precision']} | {row['seed']} | {row['losses']} |")
+            farthest = max(median(each, "distance", what) for each in layouts)
+            cells.append(f"{farthest:.1e} ({median(some, 'rounding', what):.1e})")
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", "| precision | layers | width | tokens in a sequence | gradients |", "| --- " * 5 + "|"]
+    for key, some in grouped(rows, "precision", "n_layers", "dim", "seq_len").items():
+        lines.append(f"| {' | '.join(map(str, key))} | {median(some, 'rounding', 'gradients') / UNIT[key[0]]:.2g} |")
+    experts = [row for row in rows if "losses" in row]
+    lines += ["", f"| precision | seed | {' | '.join(experts[0]['losses'])} |", "| --- " * 7 + "|"]
+    for row in experts:
+        losses = " | ".join(f"{loss:.7f}" for loss in row["losses"].values())
+        lines.append(f"| {row['precision']} | {row['seed']} | {losses} |")
     return "\n".join(lines)
 
 
