@@ -413,7 +413,6 @@ def norm_parameters(model: Model, channels: int) -> int:
 
 
 def count_parameters(model: Model) -> int:
-    """Return the number of parameters of the full model."""
     matrices = 1 if model.tie_embeddings else 2
     layers = sum(layer_parameters(model, layer) for layer in range(model.n_layers))
     embeddings = model.dim * (matrices * model.vocab_size + model.learned_positions)

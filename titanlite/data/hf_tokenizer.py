@@ -20,10 +20,8 @@ from titanlite.data.tokenizer import BATCH, Tokenizer, restart_time_limit
 
 CHUNK = 2**18
 """Characters of a text that are encoded at a time; the library needs some 200 bytes of memory per token."""
-OVERLAP = 2**12
-"""Characters that two neighbouring chunks of a text have in common."""
-LARGEST_FILE = 2**27
-"""Largest file of a tokenizer, in bytes."""
+OVERLAP = 2**12  # characters that two neighbouring chunks of a text have in common
+LARGEST_FILE = 2**27  # largest file of a tokenizer, in bytes
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
 FILES += ("chat_template.jinja",)
 """Files of a tokenizer's folder that transformers reads, if they exist."""

@@ -66,12 +66,9 @@ class CacheOfRun(NamedTuple):
     """A token cache that a run needs: its dataset, and the purposes of its splits."""
 
     source: Source
-    fraction: float
-    """Fraction of the documents that is the validation split."""
-    splits: dict[str, Split]
-    """Split of the cache for each purpose, "training" or "validation"."""
-    name: str = ""
-    """Name of the dataset in a mixture."""
+    fraction: float  # fraction of the documents that is the validation split
+    splits: dict[str, Split]  # split of the cache for each purpose, "training" or "validation"
+    name: str = ""  # name of the dataset in a mixture
 
 
 Caches = list[tuple[CacheOfRun, TokenCache]]
@@ -170,8 +167,7 @@ def open_mixture(tokenizer: Tokenizer, training: Training, caches: Caches, *, se
         raise ConfigError(problems)
     shares = mixture.integer_shares(training.datasets, [each.n_sequences for each in packed])
     names = [options.name for options in training.datasets]
-    components = map(mixture.Component, names, packed, identities, shares, limits)
-    return mixture.MixedSequences(list(components), seed=seed)
+    return mixture.MixedSequences(list(map(mixture.Component, names, packed, identities, shares, limits)), seed=seed)
 
 
 def _open_validation(tokenizer: Tokenizer, validation: Validation, caches: Caches) -> SplitSequences:

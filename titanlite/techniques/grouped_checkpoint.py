@@ -35,7 +35,6 @@ def _run_layers(
     ropes: Sequence[Tensor],
     documents: Documents | None,
 ) -> Tensor:
-    """Return what Llama.run_layers returns."""
     for group in groups:
         calls = [(stage.layers[layer], ropes[stage.rope_of_layer[int(layer)]], documents) for layer in group]
         run = functools.partial(_run_group, calls, itertools.count(), reshards)

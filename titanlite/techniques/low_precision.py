@@ -23,8 +23,7 @@ from titanlite.config import ConfigError
 from titanlite.config.schema import Float8, Int8
 from titanlite.model import Llama
 
-MX_BLOCK = 32
-"""Number of values that share a scale in MXFP8."""
+MX_BLOCK = 32  # number of values that share a scale in MXFP8
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 

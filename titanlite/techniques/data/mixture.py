@@ -22,8 +22,7 @@ from titanlite.files.durable import Int63, Record, parse_part
 
 MIXTURE_BLOCK = 1024
 """Number of sequences of a block. Another number would change the order of every mixture."""
-WEIGHT_OF_LARGEST = 2**32
-"""Integer share of the dataset with the largest weight."""
+WEIGHT_OF_LARGEST = 2**32  # integer share of the dataset with the largest weight
 
 
 def seed_of(name: str, seed: int) -> int:
@@ -55,10 +54,8 @@ class Component(NamedTuple):
 
     name: str
     sequences: PackedSequences
-    content: str
-    """Text that identifies the dataset's tokens."""
-    share: int
-    """Share of the mixture, relative to the shares of the other datasets."""
+    content: str  # text that identifies the dataset's tokens
+    share: int  # share of the mixture, relative to the shares of the other datasets
     limit: int | None
     """How many sequences of the dataset may be read; None: any number."""
 
@@ -70,8 +67,7 @@ class Component(NamedTuple):
 class MixtureBlock(NamedTuple):
     """One block of the mixture. `counts`: how many sequences of each dataset come before the block, over all epochs."""
 
-    first: int
-    """Global index of the block's first sequence."""
+    first: int  # global index of the block's first sequence
     counts: tuple[int, ...]
     phase: tuple[int, ...]
     """Counts at the start of the current phase: a phase starts at the beginning and whenever a dataset is used up."""

@@ -36,8 +36,7 @@ from titanlite.parallel.shards import local_shard
 from titanlite.techniques.sdc import hash_of_bits
 from titanlite.train_step import OneGroup, SavedState, Totals, sum_over_ranks
 
-BUCKET_ELEMENTS = 2**24
-"""Number of gradient elements that are summed over the groups at a time."""
+BUCKET_ELEMENTS = 2**24  # number of gradient elements that are summed over the groups at a time
 ATTEMPT = timedelta(seconds=20)
 """Interval at which a group that waits for other groups checks whether it was asked to stop."""
 ATTEMPTS_BEFORE_STOP = 2
@@ -58,8 +57,7 @@ class GroupState(Enum):
 class Ballot(NamedTuple):
     """A group's row in a table by which groups compare their states before a step. The table is summed over groups."""
 
-    groups: float
-    """Number of groups with this group's number; more than 1 is an error."""
+    groups: float  # number of groups with this group's number; more than 1 is an error
     tokens: float
     is_member: float
     """Whether the group has taken part in a step."""

@@ -100,8 +100,7 @@ def _scaled_product(operands: RandomOperands, m: int, n: int, k: int) -> Callabl
     dtype, scale = torch.float8_e4m3fn, torch.ones((), device=operands.device)
     call = functools.partial(torch._scaled_mm, out_dtype=torch.bfloat16, use_fast_accum=True)
     pairs = operands.turns((m, k), (n, k), result=m * n)
-    turns = [(x.to(dtype), weight.to(dtype).t(), scale, scale) for x, weight in pairs]
-    return _in_turn(call, turns)
+    return _in_turn(call, [(x.to(dtype), weight.to(dtype).t(), scale, scale) for x, weight in pairs])
 
 
 def _random(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:

@@ -259,8 +259,7 @@ def findings(recorded: RecordedStep, groups: dict[str, list[Row]]) -> Iterator[s
             most = max(others, key=lambda row: row.distance)
             by = f"{most.name}, by {most.distance:.1e} where {most.allowed:.1e} is rounding"
             yield f"{_whom(others, rows, kind)} different, and not by a factor; the most: {by}"
-    equal = [kind for kind, rows in groups.items() if all(row.verdict == "equal" for row in rows)]
-    if equal:
+    if equal := [kind for kind, rows in groups.items() if all(row.verdict == "equal" for row in rows)]:
         own = ", computed from the program's own gradients" if recorded.gradients and "updates" in equal else ""
         yield f"equal: {', '.join(equal)}{own}"
 

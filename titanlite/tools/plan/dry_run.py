@@ -27,16 +27,7 @@ from titanlite.parallel.pipeline import pipeline_stage
 from titanlite.tools.plan import expert_load
 from titanlite.tools.plan.fusion import fuse, overlap, save_less
 from titanlite.tools.plan.memory_timeline import Bytes
-from titanlite.tools.plan.op_trace import (
-    BUFFER,
-    HostWait,
-    OpTrace,
-    Segment,
-    Work,
-    fake_world,
-    fused_norm,
-    recording,
-)
+from titanlite.tools.plan.op_trace import BUFFER, HostWait, OpTrace, Segment, Work, fake_world, fused_norm, recording
 from titanlite.tools.plan.segments import KINDS, FoldedStage, Pass, Phases, fold_layers, name_kinds, phases_of
 from titanlite.train_step import Balance, SingleStageRunner, TrainStep
 
@@ -321,8 +312,7 @@ def _mark_layers(trace: OpTrace, stage: Llama) -> None:
 def _batch(config: Config, n_sequences: int) -> Batch:
     """Return a rank's batch of zeros. Each document is as long as its sequence, since a plan reads no data."""
     n_tokens = config.training.seq_len // config.parallelism.context_parallel_degree
-    shape = (n_sequences, n_tokens)
-    tokens, targets, positions = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
+    tokens, targets, positions = (torch.zeros((n_sequences, n_tokens), dtype=torch.int64) for _ in range(3))
     return Batch(tokens, targets, positions[0] if not config.training.document_mask else positions, None)
 
 

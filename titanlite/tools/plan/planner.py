@@ -239,6 +239,5 @@ def _rank_plan(config: Config, rank: int, points: list[Point], overhead: dict[st
         kinds = ("parameters", "gradients", "optimizer") if config.training.enable_cpu_offload else ("optimizer",)
         offloaded = {kind: max(point.bytes[kind] for point in points) for kind in kinds}
         points = [Point(point.label, {**point.bytes, **dict.fromkeys(kinds, 0)}) for point in points]
-    peak = max(point.total for point in points)
-    fragmentation = {"fragmentation": round(FRAGMENTATION * peak)} if overhead else {}
+    fragmentation = {"fragmentation": round(FRAGMENTATION * max(point.total for point in points))} if overhead else {}
     return RankPlan(rank, points, offloaded, {**overhead, **fragmentation})

@@ -207,10 +207,9 @@ class _PipelineRank:
         schedule = self.config.parallelism.pipeline_parallel_schedule
         if schedule == "1F1B":
             return 0
-        output = action.kind in WITH_WEIGHT_GRADIENT and action.stage < self.last_stage
-        output = output and action.stage + 1 not in self.stages
-        gradient = action.kind in WITH_INPUT_GRADIENT and action.stage > 0
-        gradient = gradient and action.stage - 1 not in self.stages
+        others = {*range(self.last_stage + 1)} - self.stages.keys()
+        output = action.kind in WITH_WEIGHT_GRADIENT and action.stage + 1 in others
+        gradient = action.kind in WITH_INPUT_GRADIENT and action.stage - 1 in others
         return (output and schedule != "GPipe") + gradient
 
     def _replay(self, action: Action, *, first_backward: bool) -> None:
@@ -225,8 +224,7 @@ class _PipelineRank:
             timeline.replay(phases[Pass.INPUT_GRADIENT, SPLIT], label, without="message")
         elif kind == Pass.WEIGHT_GRADIENT:
             # This phase lacks removed layers (FoldedStage), so subtract the bytes that the two phases before it added.
-            before = Pass.FORWARD, Pass.INPUT_GRADIENT
-            nets = [timeline.net(phases[key, SPLIT], without="message") for key in before]
+            nets = [timeline.net(phases[key, SPLIT], without="message") for key in (Pass.FORWARD, Pass.INPUT_GRADIENT)]
             after = {name: timeline.current_bytes[name] - sum(net[name] for net in nets) for name in KINDS}
             if first_backward:
                 after["gradients"] += timeline.net(phases[Pass.BACKWARD, 0], without="message")["gradients"]
