@@ -178,7 +178,7 @@ def implied_head_dim(values: Any) -> int | None:
     """Return the head_dim that [model.mla] implies; None without latent attention, or if a value is wrong."""
     try:
         mla = Mla.model_validate(values)
-    except ValidationError:  # validation of [model.mla] reports wrong values
+    except ValidationError:  # the validation of [model.mla] itself reports this error
         return None
     return mla.qk_head_dim if mla.kv_lora_rank else None
 
@@ -352,7 +352,7 @@ class Model(Section):
             return values  # pydantic reports a section that is no table
         flavor, defaults = values.get("flavor", "debug"), SIZES["debug"]
         if flavor == "from_hf":
-            if defaults.keys() - values.keys():  # a resolved config has all, so it is loaded without the folder
+            if defaults.keys() - values.keys():  # a resolved config has all these keys, and needs no hf_assets_path
                 from titanlite.config.hf.config_json import options_from_hf
 
                 defaults = options_from_hf(values.get("hf_assets_path", ""))
@@ -402,7 +402,7 @@ def layers_of_head(model: Model, seq_len: int) -> float:
     idle = 3 * model.dim * model.expert_dim * (model.moe.n_experts - model.moe.n_experts_per_token)
     weights = sum(layer_parameters(model, n) - idle * model.has_experts(n) for n in range(model.n_layers))
     windows = [min(seq_len, layer.sliding_window or seq_len) for layer in model.of_layers()]
-    keys = sum(window - window**2 / (2 * seq_len) for window in windows)  # read by a token, with a causal mask
+    keys = sum(window - window**2 / (2 * seq_len) for window in windows)  # sum over layers of the mean keys per query
     products = weights + model.n_heads * (model.head_dim + model.v_head_dim) * keys
     return model.dim * model.vocab_size * model.n_layers / products
 
@@ -413,7 +413,6 @@ def norm_parameters(model: Model, channels: int) -> int:
 
 
 def count_parameters(model: Model) -> int:
-    """Return the number of parameters of the full model."""
     matrices = 1 if model.tie_embeddings else 2
     layers = sum(layer_parameters(model, layer) for layer in range(model.n_layers))
     embeddings = model.dim * (matrices * model.vocab_size + model.learned_positions)

@@ -25,8 +25,7 @@ from titanlite.data.token_shards import CHECKSUM_BLOCK, HEADER, DamagedShardErro
 from titanlite.data.tokenizer import BATCH, Rows, Tokenizer, encode_documents, restart_time_limit
 from titanlite.files.durable import checksum, sync
 
-N_SEARCHED = 100
-"""Number of documents that are searched for special tokens in ordinary text."""
+N_SEARCHED = 100  # number of documents that are searched for special tokens in ordinary text
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,7 +41,7 @@ def export_adapters(reader: Any, options: Model, lora: Lora, out: Path, *, base:
             problem = f"{name}: {own[0]} of transformers contains other weights too, or is transposed"
             raise ConfigError([f"{problem}, so peft has no such adapter; export the merged model with --merge"])
         of_a, of_b = (reader.shapes[each][-2:] for each in pair)
-        for module in (each.removesuffix(".weight") for each in own):  # transformers names each expert
+        for module in (each.removesuffix(".weight") for each in own):  # transformers has a module for each expert
             modules.append(module)
             tensors[f"base_model.model.{module}.lora_A.weight"] = DTYPE_NAMES[dtype], of_a[::-1]
             tensors[f"base_model.model.{module}.lora_B.weight"] = DTYPE_NAMES[dtype], of_b

@@ -110,7 +110,7 @@ def _math_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
     weights = (_math_scores(q, k, causal) - lse.unflatten(1, (k.shape[1], -1)).unsqueeze(-1)).exp()
     grad = _grouped(grad, k)
     dv = torch.einsum("bgmts,bgmtk->bgsk", weights, grad)
-    # The softmax's backward subtracts from each weight's gradient the weighted mean of all gradients: grad . out.
+    # The softmax's backward subtracts each query's weighted mean of dweights, which equals (grad * out).sum(-1).
     dweights = torch.einsum("bgmtk,bgsk->bgmts", grad, _precise(v))
     dscores = weights * (dweights - (grad * _grouped(out, k)).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
     dq = torch.einsum("bgmts,bgsk->bgmtk", dscores, _precise(k)).flatten(1, 2)

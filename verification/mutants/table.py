@@ -144,8 +144,8 @@ STEP = [
     Mutant("optimizer.py", "a step in float64 takes what is not finite",
            "    elif finite.item():\n", "    elif finite is not None:\n", STEP_COSTS + " -k finite"),
     Mutant("optimizer.py", "the learning rate is set in the first parameter group only",
-           "    for group in optimizer.param_groups:\n        # A tensor",
-           "    for group in optimizer.param_groups[:1]:\n        # A tensor", STEP_COSTS + " -k learning_rate"),
+           "    for group in optimizer.param_groups:\n        # A learning",
+           "    for group in optimizer.param_groups[:1]:\n        # A learning", STEP_COSTS + " -k learning_rate"),
 ]  # fmt: skip
 
 MODEL_AND_LOSS = [
@@ -315,7 +315,7 @@ PARALLEL = [
     Mutant("parallel/ulysses.py", "heads come back in another order",
            "return [x.movedim(0, 2).clone(", "return [x.flip(0).movedim(0, 2).clone(", CONTEXT),
     Mutant("train_step.py", "what precedes the first step is seen by observers",
-           "        self.runner.prepare(batches[0])  # observers do not see this call\n"
+           "        self.runner.prepare(batches[0])  # prepare runs before any observer, so that none sees it\n"
            "        for observer in self.observers:\n            observer.before_backward(step)\n",
            "        for observer in self.observers:\n            observer.before_backward(step)\n"
            "        self.runner.prepare(batches[0])\n", "tests/test_observers.py -k precedes"),

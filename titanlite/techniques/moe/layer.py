@@ -91,7 +91,7 @@ class Experts(nn.Module):
             return _sum(product, _SwiGLU.apply(gate_MF, up_MF, scores_M, self.operators, self.clamp), w2, *of_w2)
         numbers_E = torch.arange(len(counts_E), device=counts_E.device)
         expert_M = numbers_E.repeat_interleave(counts_E, output_size=len(x_MD))
-        of_gate, of_out, of_up = (F.embedding(expert_M, bias) for bias in biases)  # F.embedding: sums in a fixed order
+        of_gate, of_out, of_up = (F.embedding(expert_M, bias) for bias in biases)  # backward sums in a fixed order
         hidden_MF = _SwiGLU.apply(gate_MF + of_gate, up_MF + of_up, scores_M, self.operators, self.clamp)
         return _sum(product, hidden_MF, w2, *of_w2) + of_out * scores_M.to(of_out.dtype).unsqueeze(1)
 

@@ -54,7 +54,7 @@ class ShardableMixture(MixtureOfExperts):
                 placement = Shard(1 if name == "w2" else 0)
                 _distribute(layer, "weight", tensor, Replicate() if expert else placement)
                 layer.forward = functools.partial(_local_linear, layer)
-            self.router.contributes = is_first  # the first tp rank records the load for all
+            self.router.contributes = is_first  # without EP, all TP ranks route the same tokens: one records the load
             self.forward = functools.partial(_on_own_tokens if expert else _on_all_tokens, self.forward, tensor)
 
     def add_adapter(self, name: str, adapter: nn.Module, expert: DeviceMesh | None) -> None:

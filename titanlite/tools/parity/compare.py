@@ -49,7 +49,7 @@ def tolerances(config: Config, reference: Trace, device: torch.device, *, steps:
 
 def allowed_for(rounding: Numbers) -> Numbers:
     """Return the tolerance of each entry. `rounding`: differences between the reference and a float64 reference."""
-    # Take the largest of all steps, or of all parameters: a single rounding error may be zero by accident.
+    # Take the largest error of all steps (of all parameters for final weights): a single error may be 0 by accident.
     for pattern in (r".* loss", r".* losses of datasets", r"step \d+ norm", r"final weight .*"):
         names = [name for name in rounding if re.fullmatch(pattern, name)]
         rounding |= dict.fromkeys(names, max((rounding[name] for name in names), default=0.0))
@@ -59,7 +59,7 @@ def allowed_for(rounding: Numbers) -> Numbers:
 def judge(reference: Trace, layout: Trace, tolerances: Numbers) -> tuple[Numbers, Numbers, list[str], str]:
     """Return the differences, the tolerances, the entries that differ by more than their tolerance, and the verdict."""
     actual = differences(reference, layout)
-    # Initial weights must agree bit for bit. An entry that the reference lacks has tolerance 0: any difference fails.
+    # Initial weights must agree bit for bit. An entry that the reference lacks has an infinite difference, so it fails.
     allowed = {name: 0.0 if name.startswith("initial weight") else tolerances.get(name, 0.0) for name in actual}
     wrong = [name for name, difference in actual.items() if difference > allowed[name]]
     if wrong:

@@ -19,7 +19,7 @@ from titanlite.tools.plan.op_trace import replaced
 class ExpertLoad(NamedTuple):
     """The load of a layer's experts in a microbatch."""
 
-    sent: int  # rows (tokens, each for one expert) that a rank sends to all experts
+    sent: int  # rows, one for each (token, expert) pair, that a rank sends to all experts together
     received: int  # rows that the planned rank receives from each rank of its expert-parallel group, itself included
     n_ranks: int  # ranks of the expert-parallel group
     n_experts: int  # experts of a rank
