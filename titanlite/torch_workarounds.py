@@ -37,8 +37,8 @@ def backend_without_random_states(name: str) -> Callable[..., Any]:
 
 
 def checkpointed_half(recompute: Callable[..., Any], attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that recomputes `attend`. Each returned function has its own code object, since torch 2.11
-    confuses compiled functions that share one. Remove when 2.12 is required."""
+    """Return a function that calls `attend` through `recompute`. Each returned function has its own code object, since
+    torch 2.11 confuses compiled functions that share one. Remove when 2.12 is required."""
 
     def checkpointed_attend(*args: Any) -> Any:
         return recompute(attend, *args)
@@ -47,8 +47,8 @@ def checkpointed_half(recompute: Callable[..., Any], attend: Callable[..., Any])
 
 
 class NothingToReduce:
-    """Replaces the reduce-scatter on one rank, where fully_shard copies gradients from an input buffer to an output
-    buffer: `allocate` returns the same buffer for both.
+    """Replaces the reduce-scatter of a group with one rank. There fully_shard copies gradients from an input buffer to
+    an output buffer; `allocate` returns the same buffer for both.
 
     fully_shard allocates the input on the compute stream and the output on the reduce-scatter stream, and frees the
     input before the reduce-scatter stream has read it (2.11 and 2.13). `record_stream` keeps the compute stream from
@@ -102,8 +102,8 @@ def open_communicator(group: dist.ProcessGroup, zero: Tensor) -> None:
 
 
 def round_casts_as_eager(enabled: bool) -> None:
-    """Have inductor round values as eager code does when the backward casts them again: otherwise, float8 products with
-    a scale per row can be NaN. Remove when issue 150859 of pytorch is closed."""
+    """Have inductor round values as eager code does where the backward repeats a cast of the forward. Otherwise, float8
+    products with a scale per row can be NaN. Remove when issue 150859 of pytorch is closed."""
     from torch._inductor import config  # imported here, since most runs compile nothing
 
     config.emulate_precision_casts = enabled

@@ -40,7 +40,7 @@ from titanlite.train_step import TrainStep
 def train(config: Config, launch: Launch, signals: process.Signals) -> dict[str, float]:
     """Train to the last step, or to the end of the step during which some rank was asked to stop. Return the metrics of
     the last step. Raises ConfigError if the data or the checkpoint does not fit the config, TrainingError if more steps
-    than training.nonfinite_steps_allowed have no finite loss and norm, or if a checkpoint cannot be written."""
+    than training.nonfinite_steps_allowed lack a finite loss or norm, or if a checkpoint cannot be written."""
     device = device_of(launch)
     build.set_seed(config.debug, launch.rank)
 

@@ -63,7 +63,7 @@ class Totals(NamedTuple):
 
 
 def sum_over_ranks(loss_sum: Tensor, signals: Signals, *counts: float) -> Tensor:
-    """Return sums over all ranks, [3 + number of counts]: the losses, the number of ranks that were asked to stop, the
+    """Return sums over all ranks, [3 + number of counts]: `loss_sum`, the number of ranks that were asked to stop, the
     number of ranks that were asked to save, and each of `counts`."""
     others = [torch.full_like(loss_sum, each) for each in (signals.stopping, signals.asked_to_save, *counts)]
     sums = torch.stack([loss_sum, *others])
@@ -143,10 +143,10 @@ class Balance(Protocol):
     """Balances the load of experts (techniques/moe/balance.py)."""
 
     def begin_step(self, loss_scale: float) -> None:
-        """Set the loads of all experts to 0. `loss_scale`: the factor on losses in the next step's backward passes."""
+        """Set the loads of all experts to 0. `loss_scale`: the factor on losses in this step's backward passes."""
 
     def update(self, taken: Tensor) -> None:
-        """Adjust the routers by the loads of the last step. `taken`: whether the step's update was taken."""
+        """Adjust the routers according to the loads of the last step. `taken`: whether the step's update was taken."""
 
     def metrics(self) -> dict[str, Any]:
         """Return metrics of the last step by tag."""
@@ -173,7 +173,7 @@ class TrainStep:
     def gradients(
         self, step: int, batches: list[Batch], loss_scale: float = 1.0, *, is_test: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Call forward_backward, whose result is returned, and the observers. `is_test`: as in Observer."""
+        """Call the observers before and after forward_backward, and return its result. `is_test`: as in Observer."""
         self.runner.prepare(batches[0])  # prepare runs before any observer, so that none sees it
         for observer in self.observers:
             observer.before_backward(step)
@@ -186,9 +186,9 @@ class TrainStep:
         """Compute the gradient of the global loss, from one batch for each gradient accumulation step.
 
         The global loss is the sum of all token losses divided by the number of valid tokens. Tokens of all ranks and
-        accumulation steps are counted first; each loss is divided by the global count, and gradients are only summed.
-        `loss_scale`: a factor on the loss in the backward; gradients are divided by it. Return float64 scalars on the
-        device: the sum of this rank's token losses in nats (0 without `contributes_loss`), and the global token count.
+        accumulation steps are counted first; each token's loss is divided by the global count, and gradients are only
+        summed. `loss_scale`: the loss's factor in the backward; gradients are divided by it. Return float64 device
+        scalars: the sum of this rank's token losses in nats (0 without `contributes_loss`), and the global token count.
         """
         if self.balance:
             self.balance.begin_step(loss_scale)
@@ -220,7 +220,7 @@ class TrainStep:
         return own.item()
 
     def metrics(self) -> dict[str, Any]:
-        """Return the metrics of the last step's experts by tag; a tensor is for a histogram."""
+        """Return the metrics of the last step's experts by tag; a value that is a tensor becomes a histogram."""
         return self.balance.metrics() if self.balance else {}
 
     @torch.no_grad()

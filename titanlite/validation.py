@@ -14,7 +14,7 @@ from titanlite.train_step import TrainStep
 
 class Validator:
     """Computes the validation loss if validation.enable. Every rank must make the same calls. `batches()` returns this
-    rank's batches of one validation and their number. A stop signal ends a validation."""
+    rank's batches of one validation and their number. A stop signal ends a running validation early."""
 
     def __init__(
         self,

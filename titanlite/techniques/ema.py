@@ -25,7 +25,7 @@ def follow(optimizer: torch.optim.Optimizer, options: Ema) -> None:
 
 @torch.no_grad()
 def update(optimizer: torch.optim.Optimizer, options: Ema) -> None:
-    """Update the averages after an optimizer step, unless the optimizer's `found_inf` is 1. The host does not wait."""
+    """Update the averages after an optimizer step, unless `found_inf` is 1. The host does not wait for the device."""
     count = _create_states(optimizer)
     taken = 1 - getattr(optimizer, "found_inf", torch.zeros_like(count))
     count.add_(taken)
@@ -38,8 +38,8 @@ def update(optimizer: torch.optim.Optimizer, options: Ema) -> None:
 
 
 def _create_states(optimizer: torch.optim.Optimizer) -> Tensor:
-    """Add an average, equal to the weight, to the states of each weight that has none. Return the tensor that counts
-    updates. Every weight has it as a state, because a rank of another layout may have only one of the weights."""
+    """Add an average, equal to the weight, to the states of each weight without an average. Return the tensor that
+    counts updates; each weight's states include it, because a rank of another layout may have only one weight."""
     device = optimizer.param_groups[0]["params"][0].device
     counts = (state[COUNT] for state in optimizer.state.values() if COUNT in state)
     count = next(counts, torch.zeros((), device=device))

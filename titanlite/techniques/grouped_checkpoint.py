@@ -45,12 +45,12 @@ def _run_layers(
 def _run_group(
     calls: list[tuple[nn.Module, Tensor, Documents | None]], times: Iterator[int], reshards: bool, x_ND: Tensor
 ) -> Tensor:
-    """Run a group's blocks, each given with its arguments except x, and return the result. The first item of `times` is
-    the group's forward; later items recompute it.
+    """Run a group's blocks, each given with its arguments except x, and return the result. `times` counts the calls:
+    call 0 is the group's forward, later calls recompute it.
 
-    When a group is recomputed, FSDP's hooks free a block's weights only after the block's backward, so that all weights
-    of the group would be gathered at the same time. Therefore this function gathers each block's weights while the
-    block before runs, and frees them after the block, except in the last two blocks, whose backward comes first."""
+    When a group is recomputed, FSDP's hooks free a block's weights only after the block's backward, so all weights of
+    the group would be gathered at the same time. So this function gathers a block's weights while the block before
+    runs, and frees them after the block. The last two blocks keep theirs: their backward comes first."""
     is_forward = next(times) == 0
     for number, (block, rope_TK2, documents) in enumerate(calls):
         if is_forward:

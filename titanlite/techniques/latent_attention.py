@@ -69,8 +69,8 @@ class LatentAttention(nn.Module):
 
 
 def query_scale(model: Model) -> float:
-    """Return the factor on queries, apart from the 1 / sqrt(K) of inner attention. Under YaRN, DeepSeek multiplies
-    scores by the square of the factor that YaRN's paper applies to rotated queries and keys each."""
+    """Return the factor on queries in addition to inner attention's 1 / sqrt(K). YaRN's paper multiplies rotated
+    queries and rotated keys by a factor; DeepSeek instead multiplies the scores by the square of this factor."""
     if model.rope_scaling_factor == 1:
         return 1.0
     return (0.1 * model.mla.mscale_all_dim * math.log(model.rope_scaling_factor) + 1) ** 2

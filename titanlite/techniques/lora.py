@@ -1,5 +1,5 @@
 """LoRA (low-rank adaptation, arXiv:2106.09685), for fine-tuning: weights are frozen, and targeted linear layers, or
-routed experts, compute W x + alpha / R B A x. Only the adapters' factors A and B have gradients and optimizer states.
+routed experts, compute W x + (alpha / R) B A x. Only the adapters' factors A and B have gradients and optimizer states.
 
 Tensor parallel shards B like the rows of W in a column-wise layer, and A like the columns of W in a row-wise layer; the
 other factor is replicated. An adapter adds no collective except the sum of the replicated factor's gradient.
@@ -27,8 +27,8 @@ from titanlite.techniques.moe.layer import Experts
 
 
 class Adapters(nn.Module):
-    """Adds the adapters of a model or a pipeline stage, and freezes all other weights. An Adapters is the last module
-    of a stage, so that `shard_weights` (parallel/own_rules.py) runs after tensor parallel has sharded the weights."""
+    """Adds the adapters of a model or a pipeline stage, and freezes all other weights. Adapters is a stage's last
+    module and modules are sharded in order, so its `shard_weights` (parallel/own_rules.py) runs after W is sharded."""
 
     def __init__(self, stage: Llama, lora: Lora, model: Callable[[], Llama]):
         """Check lora.targets, and add adapters to `stage`. `model()` returns the full model. Raises ConfigError for a
@@ -78,7 +78,7 @@ class Adapters(nn.Module):
 
 
 def _layers(model: Llama) -> Iterator[tuple[str, nn.Module | nn.Parameter]]:
-    """Yield each module of the blocks with its name; in place of Experts, each of their stacked weights."""
+    """Yield each module of the blocks with its name; for an Experts module, yield its weights w1, w2 and w3 instead."""
     for layer, block in model.layers.items():
         for name, module in block.named_modules(prefix=f"layers.{layer}"):
             if isinstance(module, Experts):
@@ -88,15 +88,15 @@ def _layers(model: Llama) -> Iterator[tuple[str, nn.Module | nn.Parameter]]:
 
 
 def _is_target(target: str, name: str, layer: nn.Module | nn.Parameter) -> bool:
-    """Return whether a target is the end of a layer's name. A target of experts says so: experts, or experts.w1."""
+    """Return whether a target is the end of a layer's name. Experts match only if the target contains "experts"."""
     if isinstance(layer, nn.Parameter):
         return "experts" in target and any(f".{each}".endswith(f".{target}") for each in (name, name[: -len(".w1")]))
     return f".{name}".endswith(f".{target}")
 
 
 def _targets(model: Llama, lora: Lora) -> dict[str, list[str]]:
-    """Return the names of the modules that match each target. Raises ConfigError for a module that is not an nn.Linear
-    or is computed with the experts, and for lora.rank above the width of a module."""
+    """Return the names of the modules that match each target. Raises ConfigError for a module that is not an nn.Linear,
+    a linear layer of a mixture that is not a routed expert, and lora.rank above the width of a module."""
     mixtures = tuple(f"{name}." for name, module in _layers(model) if isinstance(module, RunsUncompiled))
     names: dict[str, list[str]] = {target: [] for target in lora.targets}
     for name, module in _layers(model):
@@ -135,7 +135,7 @@ class AdapterOfExperts(nn.Module):
     """One adapter per expert, whose factors (`add_factors`) are stacked as the experts' weight is."""
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Return this rank's shards of alpha / R A, [E, R, I], and of B, [E, O, R]."""
+        """Return this rank's shards of (alpha / R) A, [E, R, I], and of B, [E, O, R]."""
         return _local(self.lora_a).transpose(1, 2) * self.lora_scale, _local(self.lora_b)
 
 

@@ -25,7 +25,7 @@ SMALLEST_FLOAT8 = 2**-9 / LARGEST_FLOAT8
 
 
 def store(state: Tensor, values: Tensor, takes: Tensor, *, is_square: bool = False) -> None:
-    """Write values to an optimizer state if `takes` is true, quantized by blocks if the state is quantized.
+    """If the step is taken (`takes`), write `values` to an optimizer state, quantized by blocks if the state is.
 
     The scale of a block is the block's value of largest magnitude, with its sign, because torchao's tables of values
     contain 1 but not -1. (torchao's own scale is the magnitude, at least 1e-12, which shrinks a block whose largest

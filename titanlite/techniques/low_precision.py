@@ -9,7 +9,7 @@ Each product of a layer (output, input gradient, weight gradient) quantizes both
   right operand has a scale. INT8 products are summed exactly, in int32.
 
 This file multiplies local shards, because torchao's own layers do not work with DTensor: a DTensor hides torchao's
-MXFP8 weight wrapper from the products, and has no sharding strategy for aten._int_mm."""
+MXFP8 weight wrapper from the products, and aten._int_mm has no sharding strategy for DTensors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,10 +38,10 @@ def convert_linear_layers(
 ) -> None:
     """Convert linear layers of a model or a pipeline stage on the meta device, in place, before weights are sharded.
 
-    The output head, whose rounding changes the loss most, is not converted. Neither are the router and the experts of a
-    mixture, nor layers whose weight has, on a rank, a side that is no multiple of 16 (INT8) or MX_BLOCK (MXFP8), as the
-    hardware requires. `model()` returns the full model; None: `stage` is the full model. Raises ConfigError if the
-    device has no 8-bit products, or no layer of the full model is converted."""
+    The output head, whose rounding changes the loss most, and the router and the experts of a mixture are not
+    converted. The hardware requires that both sides of a rank's weight are multiples of 16 (MXFP8: MX_BLOCK); other
+    layers are not converted either. `model()` returns the full model; None: `stage` is the full model. Raises
+    ConfigError if the device has no 8-bit products, or no layer of the full model is converted."""
     section, options = ("float8", float8) if float8.enable else ("int8", int8)
     is_mxfp8 = float8.enable and float8.recipe == "mxfp8"
     skipped, multiple = options.filter_fqns, (MX_BLOCK if is_mxfp8 else 16) * tensor_parallel_degree
@@ -121,8 +121,8 @@ class _Products(torch.autograd.Function):
 
 
 def to_mxfp8(x_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x as float8_e4m3fn [M, K], K padded with zeros to a multiple of MX_BLOCK, and the exponents of the blocks'
-    scales [M, K / MX_BLOCK], from -127 to 127, in float32 or float64. A NaN makes all values of its block NaN."""
+    """Return x as float8_e4m3fn [M, K], K padded with zeros to a multiple of MX_BLOCK, and each block's scale as an
+    exponent of 2 from -127 to 127: [M, K / MX_BLOCK], float32 or float64. A NaN makes all values of its block NaN."""
     wide = F.pad(x_MK, (0, -x_MK.shape[1] % MX_BLOCK)).to(torch.promote_types(x_MK.dtype, torch.float32))
     blocks = wide.unflatten(1, (-1, MX_BLOCK))
     exponents = (blocks.abs().amax(-1, keepdim=True) / LARGEST).log2().ceil().clamp(-127, 127)
@@ -166,8 +166,8 @@ def to_int8(x_MK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _int8(left_MK: Tensor, right_NK: Tensor) -> Tensor:
-    """Return the INT8 product. On CUDA, torch._int_mm (private) needs more than 16 rows, and K in multiples of 8, so
-    the operands are padded with zeros. N, a side of the weight, is already a multiple of 8."""
+    """Return the INT8 product. On CUDA, torch._int_mm (private) needs M above 16 and a multiple of 8 as K, so the
+    operands are padded with zeros. N is a side of a converted weight, and therefore a multiple of 8."""
     (left, left_scales), (right, right_scales) = map(to_int8, (left_MK, right_NK))
     rows, columns = max(17 - len(left), 0), -left.shape[1] % 8
     if left.is_cuda and (rows or columns):

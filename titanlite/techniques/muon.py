@@ -1,7 +1,7 @@
 """Muon: momentum, orthogonalized by Newton-Schulz iterations, for the matrices of the layers (Keller Jordan,
 kellerjordan.github.io/posts/muon; at scale: Moonlight, arXiv:2502.16982). AdamW updates all other weights. The
 iteration needs the full matrix, so each matrix has one owner among the ranks with its shards or replicas. The owner
-gathers the momentum, iterates, and sends shards of the result back. No sum depends on the layout."""
+gathers the momentum, iterates, and sends shards of the result back. Layouts do not change the iteration's sums."""
 
 import functools
 import math
@@ -68,7 +68,7 @@ def assign(shapes: Sequence[tuple[int, ...]], n_ranks: int) -> list[list[Unit]]:
 
 
 def work_of(shape: tuple[int, ...]) -> int:
-    """Return a number that is proportional to the floating-point operations of a Newton-Schulz iteration."""
+    """Return a number proportional to the floating-point operations of a Newton-Schulz iteration for a shape."""
     return math.prod(shape) * min(shape[-2:])
 
 
@@ -129,7 +129,7 @@ class Muon(torch.optim.Optimizer):
 
     @functools.cached_property
     def _rounds(self) -> list[list[Assignment]]:
-        """The assignments of each round, computed in the first step, since a dry run's ranks cannot exchange slices."""
+        """Each round's assignments, computed in the first step: a dry run, which takes none, cannot exchange slices."""
         keys = [(weight.shape, *(getattr(weight, name, None) for name in PLACEMENT)) for weight in self.matrices]
         weights = dict(zip(keys, self.matrices, strict=True))
         of_weights = {key: self._of_ranks(shard_slice(weight)) for key, weight in weights.items()}

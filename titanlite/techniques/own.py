@@ -32,7 +32,7 @@ GATHER = "reduce over `group`, or set parallelism.disable_loss_parallel = true"
 
 @dataclasses.dataclass(frozen=True)
 class Own(Parts):
-    """Holds the user's own parts of a run. Parts that are not set are titanlite's (titanlite/config/own.py)."""
+    """Holds the user's own parts of a run; the default replaces a part that is not set (titanlite/config/own.py)."""
 
     digest: str = "in Python"
 
@@ -52,7 +52,7 @@ class Own(Parts):
         return load_own, (self.place,)
 
     def prepare(self, stage: Llama, model: Model, training: Training, parallelism: Parallelism) -> None:
-        """Give the own blocks of a stage their parallel styles, and run each block once on the meta device. Raises
+        """Give the user's blocks in a stage their parallel styles, and run each block once on the meta device. Raises
         ConfigError with a line for each problem that would change a block's result under some layout."""
         existing = {name for block in stage.layers.values() for name, _ in block.named_modules()}
         if len(stage.layers) == model.n_layers and (unknown := self.styles.keys() - existing):
@@ -90,8 +90,8 @@ class Own(Parts):
     def check_loss(
         self, model: Model, parallelism: Parallelism, group: dist.ProcessGroup, device: torch.device
     ) -> None:
-        """Compute the own loss of random logits in three ways: in one call, by halves of the tokens, and from shards of
-        the vocabulary. Raises ConfigError unless losses and gradients are equal. Every rank must call `check_loss`."""
+        """Compute the user's loss of random logits in one call, by halves of the tokens, and from vocabulary shards.
+        Raises ConfigError unless losses and gradients are equal. Every rank must call `check_loss`."""
         if not self.loss:
             return
         vocab_size, generator = model.vocab_size, torch.Generator(device).manual_seed(0)
@@ -158,7 +158,7 @@ def _wrong_forward(block: nn.Module, model: Model) -> dict[str, str]:
 
 
 def load_own(place: str | Parts) -> Parts:
-    """Return the Own object at `place`, FILE.py:NAME. A Parts is returned unchanged; "" stands for titanlite's parts.
+    """Return the Own object at `place`, FILE.py:NAME. A Parts object is returned unchanged; "" gives default parts.
     sys.path does not change. Raises ConfigError with one line if the file cannot be read or run, or has no NAME."""
     if not place or isinstance(place, Parts):
         return place or Parts()

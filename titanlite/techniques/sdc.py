@@ -41,7 +41,7 @@ def hash_of_bits(tensor: Tensor) -> Tensor:
 
 class CorruptionCheck(Observer):
     """Compares replicas, and a step with its repetition, every `freq` steps. Every rank must make the same calls.
-    `checkpointer` (or None) trusts a checkpoint only after a later check without difference."""
+    A checkpoint that `checkpointer` (or None) saves counts as correct only after a later check finds no difference."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class CorruptionCheck(Observer):
         return torch.stack([none if grad is None else hash_of_bits(plain_shard(grad)).cpu() for grad in gradients])
 
     def _different_replicas(self) -> list[tuple[int, list[int], str]]:
-        """Return the replicas of this rank's weights whose bits differ, as (2, ranks, names of the weights)."""
+        """Return this rank's weights whose replicas' bits differ, as (2, ranks, names); 2 is _explanation's kind."""
         by_replicas: dict[tuple[DeviceMesh, tuple[int, ...]], list[str]] = {}
         for name, parameter in self.parameters.items():
             if axes := _replicated_axes(parameter):
@@ -141,7 +141,7 @@ def _and_more(names: list[str]) -> str:
 
 def _explanation(found: list[tuple[int, list[int], str]]) -> str:
     """Return in one line which ranks computed or store which wrong values. A wrong loss is the rank's own error.
-    Gradients are summed over ranks, so a wrong gradient is named only if no loss is wrong."""
+    Gradients are summed over ranks, so the line names a wrong gradient only if no loss is wrong."""
     kinds = [
         "computed twice with different results",
         "computed twice with different results (or got it from a rank that did)",

@@ -9,7 +9,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 
 
 class _Process(ForkServerProcess):
-    """A process that does not import the user's script: the top level of a script may train, or start processes."""
+    """A process that does not import the user's script, whose top level may train a model or start processes."""
 
     def start(self) -> None:
         script, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
@@ -26,7 +26,7 @@ class _Context(ForkServerContext):
 def forkserver(preload: str) -> ForkServerContext:
     """Return a multiprocessing context whose processes are forked from a server that has imported `preload`. SIGINT is
     blocked in the server and its forks, because Ctrl-C reaches every process of a terminal, and only the command should
-    respond. Each fork must call `end_after` to end with the command; prctl(2) would make it end with the server."""
+    respond. Each fork must call `end_after` to end with the command; prctl(2) would end the fork with the server."""
     context = _Context()
     context.set_forkserver_preload([preload])
     # The resource tracker warns about resources of killed processes, which the kernel has freed: ignore the warnings.

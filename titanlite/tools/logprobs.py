@@ -8,8 +8,8 @@ JSON object:
   engine_logprobs    optional: the inference engine's log-probability of each of token_ids, in nats, or null
   routed_experts     optional: the experts of each token and layer, [tokens][layers][experts per token]
 
-Prints a JSON object for each row: its line, and the logprobs of its token_ids. Lines on standard error compare the
-logprobs of trainer and engine with these (docs/verify_your_trainer.md). Exit status: 0 rounding explains all
+Prints a JSON object for each row: its line number, and the logprobs computed for token_ids. Lines on standard error
+compare trainer and engine with these logprobs (docs/verify_your_trainer.md). Exit status: 0 rounding explains all
 differences; 1 rounding does not; 2 an argument or file is wrong, or the logprobs are too coarse to compare.
 """
 
@@ -137,7 +137,7 @@ def logprobs(folder: Any, rows: dict[int, Row], temperature: float, dtype: str) 
     from titanlite.tools.parity.routes import routers
 
     def losses(x_ND: Any, weight_VD: Any, targets_N: Any) -> Any:
-        """Return the losses of the last tokens, from one chunk of logits at a time."""
+        """Return the losses of the last len(targets_N) tokens, from one chunk of logits at a time."""
         wide, n = torch.promote_types(x_ND.dtype, torch.float32), max(CHUNK_LOGITS // len(weight_VD), 1)
         chunks = zip(x_ND[-len(targets_N) :].split(n), targets_N.split(n), strict=True)
         return torch.cat([cross_entropy(F.linear(x, weight_VD).to(wide) / temperature, ids) for x, ids in chunks])
@@ -168,8 +168,8 @@ def logprobs(folder: Any, rows: dict[int, Row], temperature: float, dtype: str) 
 
 
 def compare(rows: dict[int, Row], ours: Values, programs: dict[str, tuple[str, Values, Values]]) -> int:
-    """Print the distances of the programs' logprobs from ours, the distances that rounding explains, and the verdict;
-    return the exit status. `programs`: each program's dtype, its logprobs, and our logprobs computed in this dtype."""
+    """Print how far the logprobs of trainer and engine are from `ours`, the distances that rounding explains, and the
+    verdict; return the exit status. `programs`: each program's dtype, its logprobs, and titanlite's in this dtype."""
     from titanlite.tools.parity.compare import ROUNDING_FACTOR as FACTOR
 
     means, wrong, coarse = [], [], []

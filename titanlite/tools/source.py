@@ -2,7 +2,7 @@
 
 The model is shrunk and the layout stays, as in titanlite parity. The ranks are processes on this machine's CPUs, and
 train without torch.compile, checkpoints and replica groups, on pydoc_topics unless --own gives data. Lines that no rank
-runs after the imports are folded. Exit status: 0 done; 2 the config is wrong.
+executes, or only on import, are folded. Exit status: 0 done; 2 the config is wrong.
 """
 
 import ast

@@ -1,7 +1,7 @@
 """Compare an exported folder, as transformers loads it, with the checkpoint that it was exported from, block by block.
 
 Both models compute in float64, from weights rounded to the folder's dtype. Norms, softmax and rotary embeddings of
-transformers always compute in float32; InFloat64 makes them compute in float64, so that only rounding differs."""
+transformers always compute in float32; InFloat64 makes them compute in float64, so only float64 rounding differs."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +26,7 @@ N_SEQUENCES, LONGEST = 4, 64
 
 
 class InFloat64(TorchFunctionMode):
-    """Makes torch's functions compute in float64 where they are called with the dtype float32."""
+    """Makes torch's functions compute in float64 where the caller asks for float32 by a dtype argument or .float()."""
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         def wide(value: Any) -> Any:
@@ -37,8 +37,8 @@ class InFloat64(TorchFunctionMode):
 
 
 def verify(checkpoint: Path, out: Path, ema: bool = False) -> bool:
-    """Compare the logits of an exported folder with the checkpoint's (if `ema`, of its averaged weights), and the
-    tokens with which the two tokenizers begin a text. Print the result, and return whether all are equal."""
+    """Compare the logits of an exported folder with those of the checkpoint (of its averaged weights if `ema`), and the
+    BOS tokens that the two tokenizers put before a text. Print the result, and return whether all are equal."""
     own, exported = open_folder(checkpoint), open_folder(out)
     is_same = compare(own, exported, ema, read_json_object(out / "config.json").get("max_position_embeddings", LONGEST))
     path = own.value("model", "hf_assets_path")

@@ -1,6 +1,6 @@
-"""Mixtures: packed sequences of several datasets in one endless order with exact shares, for any number of ranks. At
-the end of each block of MIXTURE_BLOCK sequences, each dataset has its exact share of all sequences so far, rounded.
-Sequences are shuffled within a block, so that no data-parallel rank always reads the same dataset."""
+"""Mixtures: packed sequences of several datasets in one endless order with exact shares, for any number of ranks. After
+each block of MIXTURE_BLOCK sequences, a dataset's number of sequences is its share of all sequences so far, rounded to
+an integer. Sequences are shuffled within a block, so that no data-parallel rank always reads the same dataset."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def integer_shares(options: list[MixedDataset], sizes: list[int]) -> list[int]:
 
 
 def largest_count(options: MixedDataset, n_sequences: int, seq_len: int) -> int | None:
-    """Return how many sequences of a dataset may be read (epochs are rounded down, tokens up); None: any number."""
+    """Return a dataset's limit in sequences, from its epochs (rounded down) and tokens (rounded up); None: no limit."""
     limits = []
     if options.epochs != -1:
         limits.append(int(Fraction(repr(options.epochs)) * n_sequences))  # repr makes 0.29 exactly 29/100
@@ -74,7 +74,7 @@ class MixtureBlock(NamedTuple):
 
 
 class _Mixture(Record):
-    """A saved MixtureBlock, with counts by dataset name. `read` also counts sequences of datasets no longer mixed."""
+    """A saved MixtureBlock, with counts by dataset name. `read` includes datasets that are no longer in the mixture."""
 
     identity: str
     first: Int63
@@ -85,7 +85,7 @@ class _Mixture(Record):
 
 class MixedSequences:
     """The training split of a mixture as an endless order of packed sequences, the same for any number of ranks.
-    `start` is the first block. If all datasets are used up, which `check` rejects, their limits are exceeded."""
+    `start`: where a run resumes. If all datasets are used up (`check` rejects this), reading exceeds their limits."""
 
     def __init__(self, components: list[Component], *, seed: int, start: MixtureBlock | None = None):
         self.components, self.seed = components, seed
@@ -167,7 +167,7 @@ class MixedSequences:
         return resumed
 
     def check(self, loader_state: dict[str, Any] | None, n: int) -> None:
-        """Raise ConfigError if, after the loader state, all datasets are used up before n more sequences are read."""
+        """Raise ConfigError if the datasets' limits allow fewer than n sequences after the loader state's position."""
         resumed = self.resumed(loader_state)
         counts, left = resumed.counts(loader_state["next_sequence"] if loader_state else 0), []
         for each, count in zip(self.components, counts, strict=True):
@@ -181,7 +181,7 @@ class MixedSequences:
             raise ConfigError([problem])
 
     def metrics(self, position: int) -> dict[str, float]:
-        """Return by tag the tokens and epochs of each dataset that come before a position."""
+        """Return, by metric tag, how many tokens and epochs of each dataset are read before a position."""
         values: dict[str, float] = {}
         for each, count in zip(self.components, self.counts(position), strict=True):
             values[f"data/{each.name}/tokens"] = count * each.sequences.seq_len
@@ -189,7 +189,7 @@ class MixedSequences:
         return values
 
     def expected_counts(self, n: int) -> list[float]:
-        """Return about how many of the first n sequences come from each dataset; the limits must allow n sequences."""
+        """Return each dataset's approximate part of the first n sequences; the datasets' limits must allow n."""
         counts, left = [0.0] * len(self.components), float(n)
         while left and (active := {i: self.components[i] for i in self._active(counts)}):
             total = sum(each.share for each in active.values())
@@ -234,10 +234,10 @@ class MixedSequences:
         return order, after
 
     def _choose(self, counts: list[int], phase: tuple[int, ...], n: int) -> list[int]:
-        """Return the datasets of the next n sequences, and count them. Returns fewer if a dataset is used up. A dataset
-        with share w of W in total has m w / W of a phase's first m sequences, rounded up or down, if its sequence k
-        (from 0) is at an index of at least floor(k W / w) and below ceil((k + 1) W / w) in the phase. The schedule
-        "earliest deadline first" meets all these deadlines, because the shares add up to W."""
+        """Return the datasets of the next n sequences (fewer if a dataset is used up), and add them to `counts`. A
+        dataset with share w of W in total has m w / W of a phase's first m sequences, rounded up or down, if its
+        sequence k (from 0) has an index in the phase from floor(k W / w) to ceil((k + 1) W / w) - 1, its deadline. The
+        schedule "earliest deadline first" meets all deadlines, because the shares add up to W."""
         active = self._active(counts) or range(len(counts))
         shares = {i: self.components[i].share for i in active}
         total = sum(shares.values())

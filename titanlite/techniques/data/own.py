@@ -55,7 +55,7 @@ class OwnSequences:
 def open_own(
     build: Any, model: Model, training: Training, debug: Debug, validates: bool = False
 ) -> tuple[OwnSequences, OwnSequences | None, str]:
-    """Return own data's training split, validation split and identity. Raises ConfigError for set dataset options."""
+    """Return own data's splits (training, validation) and identity. Raises ConfigError if dataset options are set."""
     others = {"datasets": training.datasets, "streaming": training.streaming}
     problems = [f"training.{key}: own.data has the sequences; leave it out" for key in others if others[key]]
     arguments = training, model.vocab_size

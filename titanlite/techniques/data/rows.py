@@ -56,7 +56,7 @@ def tools_of(value: Any) -> list[Any] | None:
 
 
 def unread_keys(training: Training, messages: list[dict[str, Any]], words: frozenset[str]) -> set[str]:
-    """Return the keys of messages that do not occur in a chat template. `words`: the words of the template's source."""
+    """Return each key of `messages` that is not in a chat template. `words`: the words of the template's source."""
     keys = {key for message in messages for key in message} - words
     return {f"{training.dataset_messages_key}[].{key}" for key in keys if not words.issuperset(re.findall(r"\w+", key))}
 

@@ -29,7 +29,7 @@ ShardState = dict[str, Any]  # a _Shard, as plain JSON
 
 class _Shard(Record):
     """The position of a stream in a shard: where the first document with unused tokens begins (None: at the start), how
-    many tokens of this document are used, the number of the shuffled block, and how many of the block's are used."""
+    many tokens of this document are used, the number of the shuffled block, and how many sequences of it are used."""
 
     position: tuple[Int63, Int63] | dict[str, Any] | None
     used: Int63
@@ -42,8 +42,8 @@ Saved = dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], _Shard]
 
 
 def partition(segments: list[Segment], n: int) -> list[list[Segment]]:
-    """Partition a dataset into n shards of nearly equal bytes, whose rows keep their order. If all files can be split,
-    they are; otherwise each file, the largest first, is assigned to the shard with the fewest bytes so far."""
+    """Partition a dataset into n shards of nearly equal bytes, each with its rows in order. If all files can be split,
+    a shard is a range of rows; otherwise each file, largest first, goes to the shard with the fewest bytes."""
     shards: list[list[Segment]] = [[] for _ in range(n)]
     if all(map(is_splittable, segments)):
         total = sum(segment.bytes for segment in segments)
@@ -114,8 +114,8 @@ class StreamingSequences:
         return {"streaming_shards": {str(number): states[number] for number in sorted(states)}}
 
     def read(self, first: int, stride: int) -> Iterator[tuple[Sequence, tuple[int, ShardState]]]:
-        """Yield the sequences first, first + stride, ... without end, each with its shard's number and its shard's
-        state after it. A shard without a saved state starts from its beginning."""
+        """Yield every `stride`-th sequence from number `first` on, without end, each with its shard's number and that
+        shard's state after the sequence. A shard without a saved state starts from its beginning."""
         readers: dict[int, Iterator[tuple[np.ndarray, ShardState]]] = {}
         while True:
             if (shard := first % self.n_shards) not in readers:
@@ -181,7 +181,7 @@ class StreamingSequences:
             position = None
 
     def _texts_of_files(self, shard: int, position: list[int] | None) -> Iterator[tuple[Any, str]]:
-        """Yield position and text of each document from `position` on: [index of a segment, row in the segment]."""
+        """Yield each document's position ([index of the shard's segment, row]) and text, from `position` on."""
         segments: list[Segment] = self.shards[shard]
         first, begin = position or (0, segments[0].begin)
         for number, segment in enumerate(segments[first:], first):
@@ -191,7 +191,7 @@ class StreamingSequences:
                 begin = end
 
     def _texts_of_hub(self, shard: int, position: dict[str, Any] | None) -> Iterator[tuple[Any, str]]:
-        """Yield position and text of each document from `position` on, a state of datasets.IterableDataset."""
+        """Yield each document's position (a state of datasets.IterableDataset) and text, from `position` on."""
         (column,), files = self.source.columns, self.shards[shard]
         files.load_state_dict(self.beginnings[shard] if position is None else position)
         for item in hub.read(self.source, files):

@@ -35,7 +35,7 @@ Name, Number = Annotated[str, Field(pattern="^[A-Za-z][A-Za-z0-9_ -]{0,39}$")], 
 
 
 class Description(Record):
-    """Describes the run that wrote fingerprints: the step, types and counts that a comparison needs."""
+    """Describes the run that wrote fingerprints: its step, its dtypes, and numbers that may explain a difference."""
 
     step: Int63
     compute_dtype: Dtype  # type in which matrix products are computed

@@ -37,8 +37,8 @@ class Place:
 
     def rows(self, n_rows: int, call: int, *, sequence_parallel: bool = True) -> Tensor:
         """Return the global index of each row of an activation, [n_rows] int64: the index of the row's sequence in the
-        global batch, times the sequence length, plus the row's position. `call`: number of earlier forwards of the
-        module in this step, with equally many sequences. `sequence_parallel`: tensor parallel shards rows."""
+        global batch, times the sequence length, plus the row's position. `call`: number of the module's earlier
+        forwards in a step, all of this size. `sequence_parallel`: whether rows are sharded over tp."""
         n_shards = self.tensor_degree if sequence_parallel else 1
         n_tokens, first = len(self.positions), self.tensor_rank * n_rows if sequence_parallel else 0
         token = torch.arange(first, first + n_rows)
@@ -49,7 +49,7 @@ class Place:
 class Fingerprints(Observer):
     """Writes the fingerprints of step 1 and of every debug.fingerprint_freq-th step. Every rank must make the same
     calls. Fingerprints must be the first observer, because later observers may run the forward and backward again.
-    `full_model`: all stages, on the meta device; `shard`: the tokens of each sequence that this rank has."""
+    `full_model`: all stages, on the meta device; `shard`: this rank's part of every sequence."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class Fingerprints(Observer):
         self._own[entry] = self._own[entry] + own if entry in self._own else own
 
     def _summed(self, names: list[str]) -> dict[str, Tensor]:
-        """Return each entry's sum over all ranks, divided by the number of replicas (the summed coverage)."""
+        """Return each entry's sum over ranks, divided by its number of replicas (the sum of the last column)."""
         none = torch.zeros(SIZE + 1, dtype=torch.float64, device=self.train_step.device)
         sums, added = torch.stack([self._own.get(name, none) for name in names]), torch.zeros(len(names))
         dist.all_reduce(sums)
@@ -199,7 +199,7 @@ class Fingerprints(Observer):
 
 
 def entries(full_model: Llama) -> tuple[list[str], list[str]]:
-    """Return the names of all possible fingerprints of a step, before and after the update, the same on all ranks."""
+    """Return two lists, equal on all ranks: names of a step's fingerprints before its update, and after its update."""
     tensors, parameters = [*named_tensors(full_model)], [name for name, _ in full_model.named_parameters()]
     modules = ["tok_embeddings", *(f"layers.{number}" for number in full_model.layers), "norm"]
     states = [f"{name} {key}" for name in parameters for key in STATES]

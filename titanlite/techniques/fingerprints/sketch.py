@@ -1,8 +1,8 @@
 """The fingerprint of a tensor: its squared norm, and its inner products with random vectors of +1 and -1.
 
 The signs are a hash of (name, global index), so each rank computes the fingerprint of its own slice, and the sum over
-ranks is the fingerprint of the full tensor. The squared differences of two tensors' inner products have as their
-expected mean the squared distance of the tensors (Johnson and Lindenstrauss 1984; signs: Achlioptas 2003).
+ranks is the fingerprint of the full tensor. The squared difference of two tensors' inner products with a vector is, in
+expectation, the squared distance of the tensors (Johnson and Lindenstrauss 1984; signs: Achlioptas 2003).
 
 In vector k (1 .. 16), element (r, c) of a matrix has the sign a[k, r] * b[k, c] * s[r, c], where a, b and s are hashes.
 s makes the signs within a vector independent; a and b, which are cheap, make the signs of two vectors uncorrelated."""

@@ -1,4 +1,4 @@
-"""Read on the host how many rows each expert and rank gets, from which tensors get their sizes."""
+"""Read on the host how many rows each expert and each rank gets. These numbers are sizes of tensors."""
 
 from typing import Any
 

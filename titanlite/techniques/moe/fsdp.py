@@ -20,7 +20,7 @@ def shard_block_with_experts(
     block: nn.Module, layout: Layout, training: Training, **settings: Any
 ) -> dict[nn.Module, DeviceMesh]:
     """Shard a block by FSDP, and return the block's inner FSDP units with their meshes. Under expert parallel, experts
-    are sharded over efsdp. A router's weight stays unrounded under mixed precision."""
+    are sharded over the mesh axis efsdp. A router's weight stays unrounded under mixed precision."""
     modules, units = dict(block.feed_forward.named_children()), {}
     settings["shard_placement_fn"] = functools.partial(_dimension_of_experts, layout.mesh["fsdp"].size())
     if "experts" in modules and layout.expert_mesh:
@@ -38,7 +38,7 @@ def shard_block_with_experts(
 
 
 def _dimension_of_experts(n_ranks: int, parameter: nn.Parameter) -> Shard | None:
-    """Return a dimension of stacked experts to shard if `n_ranks` divides it, but not the first; None: the first."""
+    """Return which dimension of stacked experts to shard: None (the first) unless `n_ranks` divides only another."""
     if parameter.dim() < 3:
         return None
     sharded = [placement.dim for placement in getattr(parameter, "placements", ()) if placement.is_shard()]

@@ -1,7 +1,7 @@
 """A mixture of experts: a router sends each token to a few of many feed-forward layers (arXiv:1701.06538).
 
-No tokens are dropped: an expert's tokens are consecutive rows, whose number has no limit.
-Shapes: N tokens, D model width, E experts, F width of an expert, K experts per token, M = N x K pairs."""
+No tokens are dropped: an expert's tokens are consecutive rows, whose number has no limit. Shapes: N tokens, D model
+width, E experts, F width of an expert, K experts per token, M = N x K token-expert pairs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -97,14 +97,14 @@ class Experts(nn.Module):
 
 
 def _sum(product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, *factors: Tensor) -> Tensor:
-    """Return the sum of a weight's product and of its adapter's, if there are the two factors of an adapter."""
+    """Return the product of x and a weight; with an adapter's two `factors`, plus the adapter's product."""
     out = product(x, weight)
     return out + product(product(x, factors[0]), factors[1]) if factors else out
 
 
 def _grouped_product(x_MD: Tensor, weights: list[Tensor], counts_E: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function that multiplies each row by the weight of the row's expert, [E, outputs, inputs]. `weights`
-    have the sides of all weights that the function gets."""
+    """Return a function (x, weight) that multiplies each row of x by its expert's matrix in weight [E, outputs,
+    inputs]. `weights` have the same shapes as the weights that the function will get."""
     fits = all(side * x_MD.element_size() % ROW_BYTES == 0 for weight in weights for side in weight.shape[1:])
     if fits and len(x_MD) and x_MD.dtype in GROUPED_MM_DTYPES.get(x_MD.device.type, ()):
         ends_E = counts_E.cumsum(0).to(torch.int32)
@@ -180,9 +180,9 @@ class Permute(torch.autograd.Function):
 
 
 class Keep(torch.autograd.Function):
-    """Saves tensors for the backward of a later function, which takes the result of Keep as an input and saves nothing
-    itself. Activation checkpointing recomputes only until all saved tensors exist again, so it omits the later
-    function. `grad_fn.saved_tensors` of the result has the tensors. `anchor`: any tensor that requires a gradient."""
+    """Saves tensors for the backward of a later function, which takes Keep's result as an input and saves nothing
+    itself. Activation checkpointing recomputes only until all saved tensors exist, so it skips the later function,
+    whose backward reads the result's `grad_fn.saved_tensors`. `anchor` requires a gradient, so grad_fn exists."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:

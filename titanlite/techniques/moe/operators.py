@@ -1,5 +1,5 @@
 """Memory-bound operators of a mixture of experts: eager, or each compiled to one kernel that reads its inputs once.
-Shapes: N tokens, D model width, K experts per token, M = N x K pairs, R rows of experts, F width of an expert."""
+Shapes: N tokens, D model width, K experts per token, M = N x K, R rows that a rank's experts get, F expert width."""
 
 import functools
 from collections.abc import Callable
@@ -21,8 +21,8 @@ def collect(y_MD: Tensor, row_NK: Tensor) -> Tensor:
 
 
 def swiglu(gate_RF: Tensor, up_RF: Tensor, scores_R: Tensor, limit: float = 0.0, alpha: float = 1.0) -> Tensor:
-    """Return silu(gate) x up x score, [R, F]. If `limit` is not 0 (gpt-oss, arXiv:2508.10925), gate is clamped to at
-    most `limit` and up to +-limit, and the result is gate x sigmoid(alpha x gate) x (up + 1) x score."""
+    """Return silu(gate) x up x score, [R, F]. If `limit` is not 0 (gpt-oss, arXiv:2508.10925), `gate` is clamped to at
+    most `limit` and `up` to +-limit, and the result is gate x sigmoid(alpha x gate) x (up + 1) x score."""
     if limit:
         gate_RF, up_RF = gate_RF.clamp(max=limit), up_RF.clamp(-limit, limit) + 1
         return gate_RF * (alpha * gate_RF).sigmoid() * up_RF * scores_R.to(gate_RF.dtype).unsqueeze(1)

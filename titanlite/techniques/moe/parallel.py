@@ -1,6 +1,6 @@
 """Expert parallel (EP, GShard, arXiv:2006.16668): each rank has some of the experts, and ranks exchange tokens.
 
-An EP group consists of consecutive ranks of the ranks that shard a layer: fsdp x tp = efsdp x ep.
+The fsdp x tp ranks that shard a layer form EP groups of consecutive ranks: fsdp x tp = efsdp x ep.
 
     with EP       Each rank routes its own tokens (under tensor parallel, its shard of the sequence). Experts are
                   sharded over ep, and FSDP shards each over efsdp. Router and shared experts are replicated over tp.
@@ -87,7 +87,7 @@ def _on_own_tokens(forward: Callable[[Tensor], Tensor], mesh: DeviceMesh, x_ND: 
 
 
 def _on_all_tokens(forward: Callable[[Tensor], Tensor], mesh: DeviceMesh, x_ND: Tensor) -> Tensor:
-    """Gather the sequence, compute `forward`, and reduce-scatter the output; in the backward, also gradients."""
+    """Gather the sequence, compute `forward`, reduce-scatter the output; the backward does the same with gradients."""
     gathered_ND = x_ND.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
     return DTensor.from_local(forward(gathered_ND), mesh, [Partial()]).redistribute(placements=[SEQUENCE]).to_local()
 
@@ -172,7 +172,7 @@ def _send(
     w1: Tensor, _: Tensor, w3: Tensor, *biases: Tensor,
 ) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
     """Send rows and scores to the ranks of their experts, and multiply the rows there by w1 and w3 while later rows are
-    in flight. Return the received scores and, by expert, the received rows and both products, biases added."""
+    in flight. Return received scores and, by expert, received rows and their products with w1 and w3, biases added."""
     sent_scores = _start(scores_M[by_rank_M], exchange.received_R, exchange.sent_R, exchange.group)
     arriving = exchange.send_rows(x_MD)
     scores, gates, ups = _wait(sent_scores)[by_expert], [], []
@@ -195,7 +195,7 @@ class _ExchangedExperts(torch.autograd.Function):
         rows: tuple[Tensor, list[Tensor], list[Tensor]],
         x_MD: Tensor, scores_M: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, *biases: Tensor,
     ) -> Tensor:  # fmt: skip
-        """Return the results [M, D]. `rows` is the result of _send; the backward reads `kept`."""
+        """Return the results [M, D]. `rows`: what _send returned; `kept`: Keep's result, which the backward reads."""
         ctx.exchange, ctx.operators, ctx.clamp, ctx.keeper = exchange, operators, clamp, kept.grad_fn
         ctx.n_weights = 3 + len(biases)
         ctx.of_rows, ctx.of_weights = x_MD.grad_fn, w1.grad_fn
@@ -252,8 +252,8 @@ def _unsorted(x_M: Tensor, order_M: Tensor) -> Tensor:
 
 
 def _start(x: Tensor, received: list[int] | None, sent: list[int] | None, group: dist.ProcessGroup) -> Tensor:
-    """Start to exchange rows: `sent[r]` rows to rank r, and `received[r]` rows from rank r; None: the same number for
-    all. Private API of torch: _c10d_functional, whose results selective AC can save (tried on torch 2.11 to 2.15)."""
+    """Start to exchange rows: send `sent[r]` rows to rank r, receive `received[r]`; None: an equal number for each
+    rank. Private API of torch: _c10d_functional, whose results selective AC can save (tried on torch 2.11 to 2.15)."""
     sizes = [len(x) // group.size()] * group.size()
     return torch.ops._c10d_functional.all_to_all_single(x, received or sizes, sent or sizes, group.group_name)
 

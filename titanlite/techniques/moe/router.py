@@ -12,9 +12,9 @@ from titanlite.config.schema import Model
 
 class Router(nn.Module):
     """Returns each token's experts and their scores, and balances the experts' load. Among equal scores, the expert
-    with the smaller index is chosen, so that the layout does not change the choice. The backward adds to `record` each
-    expert's number of tokens and sum of scores, and the sum of the z-loss. Thus validation is not recorded, and a
-    forward that activation checkpointing repeats is recorded once."""
+    with the smaller index is chosen, so that the layout does not change the choice. The backward adds to `record` two
+    numbers per expert, its tokens and its sum of scores, and one number in total, the sum of the z-loss. Thus
+    validation is not recorded, and a forward that activation checkpointing repeats is recorded once."""
 
     def __init__(self, model: Model):
         super().__init__()

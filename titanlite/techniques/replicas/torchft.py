@@ -1,7 +1,7 @@
 """Replica groups that may fail: launches of the same config that torchft (github.com/pytorch/torchft) connects. A
-torchft Manager connects each rank with the ranks of the same number in the other groups. In each step, participants sum
-their token counts and gradients, so the step equals a single process's step on all samples. If a group fails during a
-step, the other groups take the step again. A group that returns copies a participant's state and step number."""
+torchft Manager connects each rank with the ranks of the same number in the other groups. In each step, participating
+groups sum token counts and gradients, so the step equals a single process's step on all samples. If a group fails
+during a step, the other groups repeat the step. A group that returns copies a participant's state and step number."""
 
 import itertools
 import json
@@ -199,8 +199,8 @@ class Replicas(OneGroup):
 
     def count(self, valid: Tensor) -> None:
         """Sum a step's number of tokens over the participants, in place, and compare the groups' configs and weights.
-        Does nothing between `totals` and the next step. Raises ConfigError if this group is new and does not fit the
-        other groups; TrainingError if no group is new and weights differ from a group of smaller number."""
+        Does nothing between steps. Raises ConfigError if this group is new and does not fit the other groups;
+        TrainingError if no group is new and its weights differ from those of a group of smaller replica_id."""
         if self._group_state is not GroupState.PARTICIPANT:
             return
         state, quorum = 0, self.manager._quorum_id
@@ -238,8 +238,8 @@ class Replicas(OneGroup):
     def totals(
         self, loss_sum: Tensor, valid: Tensor, parameters: Iterable[nn.Parameter], signals: Signals, *counts: float
     ) -> Totals | None:
-        """Sum a step's results over this group's ranks and over the participants, and print changed participants.
-        Returns the mean of the groups' gradient norms, which differ only by the rounding of different hardware."""
+        """Sum a step's results over this group's ranks and the participants; print the participants if they changed.
+        Returns the mean of the groups' gradient norms, which differ only by the hardware's rounding."""
         members = list(parameters)
         self._sum_shards([local_shard(parameter.grad) for parameter in members if parameter.grad is not None])
         norm = gradient_norm(members, self.device)
@@ -268,7 +268,7 @@ class Replicas(OneGroup):
             alive()
 
     def _committed(self, step: int) -> bool:
-        """Return whether all ranks of this group have all sums of a step; if not, print that the step is repeated."""
+        """Return whether all ranks of this group completed a step's sums; if not, print that the step is repeated."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the watchdog still limits this wait for the device
         self._group_state, error = GroupState.JOINING, self.manager.errored()

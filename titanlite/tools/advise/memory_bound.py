@@ -44,7 +44,7 @@ def estimate_bytes(task: Task, candidate: Candidate) -> float:
 
 
 def _forwards_in_flight(candidate: Candidate, n_microbatches: int) -> float:
-    """Return the largest number of stage forwards of a rank whose backward has not run yet: that of the first rank."""
+    """Return how many forwards of stages wait for their backward at once on the first rank, which has the most."""
     pp, stages = candidate.mesh.pp, candidate.stages
     if candidate.schedule in V_SHAPED:
         return min(2 * pp, 2 * n_microbatches)
@@ -53,7 +53,7 @@ def _forwards_in_flight(candidate: Candidate, n_microbatches: int) -> float:
 
 
 def _layer_weights(task: Task, mesh: Mesh) -> tuple[float, float]:
-    """Return how many weights of a layer FSDP gathers on a rank, and how many a rank's shard has: means over layers."""
+    """Return two means over layers: the weights that FSDP gathers on a rank, and the weights of a rank's shard."""
     model, shards = task.model, mesh.dp_shard * mesh.cp
     matrices = 1 if model.tie_embeddings else 2
     total = (task.n_parameters - matrices * model.dim * model.vocab_size - model.dim) / model.n_layers
@@ -68,7 +68,7 @@ def _share_with_experts(model: Model) -> float:
 
 
 def _expert_values(task: Task, mesh: Mesh) -> float:
-    """Return how many 2-byte activations of experts a token has, as a mean over layers. Selective AC saves none."""
+    """Return a mixture's number of 2-byte activations per token, as a mean over layers. Selective AC saves none."""
     model, moe = task.model, task.model.moe
     if not moe.n_experts:
         return 0.0

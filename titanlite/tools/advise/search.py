@@ -35,7 +35,7 @@ CLOSE = 1.03  # ratio of two step times below which plans cannot tell which layo
 class PlannedLayout(NamedTuple):
     """The plan of a candidate: bytes of the worst rank, seconds of a step, tokens per second and device, and the share
     of time that is pipeline bubble. `communication` are the seconds of all communication, `overlapped` those that
-    overlap with computation. `shares` is report.time_shares. `problem` says why planning failed."""
+    overlap with computation. `shares` is the result of report.time_shares. `problem` says why planning failed."""
 
     candidate: Candidate
     bytes: int = 0
@@ -82,8 +82,8 @@ class Search:
         return sorted(fitting, key=lambda layout: (round(layout.seconds, 3), _costs(layout.candidate)))
 
     def recommended(self) -> PlannedLayout:
-        """Return the layout to recommend of those that take at most CLOSE times the fastest step: the heuristic
-        baseline, which many have used, or else the one with the least communication, often slower than planned."""
+        """Return the best layout of those whose step takes at most CLOSE times the fastest: the widely used heuristic
+        baseline, or else the layout with the least communication, since communication is often slower than planned."""
         fitting = self.fitting()
         close = [layout for layout in fitting if layout.seconds <= CLOSE * fitting[0].seconds]
         return min(close, key=lambda layout: (layout.candidate.mesh != self.baseline, layout.communication))
@@ -141,13 +141,13 @@ class Search:
         return chosen
 
     def _priority(self, candidate: Candidate, fitting: list[PlannedLayout]) -> tuple:
-        """Return a candidate's sort key. The heuristic baseline and FSDP alone come first. Candidates that split the
-        model more than a fitting layout, and recompute no less, come last. Other candidates are sorted by how much they
-        recompute; then by how much they split the model, with splits of the sequence before splits of tensors, and
+        """Return a candidate's sort key. The heuristic baseline and FSDP alone come first. A candidate comes last if
+        some layout that fits splits the model no more and recomputes no more. Other candidates are sorted by how much
+        they recompute; then by how much they split the model, with splits of the sequence before splits of tensors, and
         those before splits of layers; then by batch, largest first.
 
-        For models with experts, splitting and batch size count before recomputing, because FSDP gathers all experts for
-        each batch and a token uses few. Expert parallel in a node comes first, then none, then over several nodes."""
+        For models with experts, splitting and batch size count before recomputing: FSDP gathers all experts per batch,
+        though a token uses few. Expert parallel in a node comes first, then none, then over several nodes."""
         mesh, costs = candidate.mesh, _costs(candidate)
         first = mesh in (self.baseline, Mesh(1, 1, self.task.n_devices, 1, 1, 1))
         needless = any(
@@ -165,7 +165,7 @@ class Search:
 
 
 def _similarities(candidate: Candidate) -> list[tuple]:
-    """Return keys of a candidate, most specific first. Candidates with a common key have similar errors of memory."""
+    """Return keys of a candidate, most specific first. Memory estimates of candidates with a common key err alike."""
     mesh, compiled, full = candidate.mesh, candidate.compiled, candidate.checkpointing == "full"
     return [(mesh, compiled, candidate.schedule, candidate.stages, full), (mesh, compiled), (mesh.pp > 1, compiled)]
 
@@ -180,7 +180,7 @@ def _split(candidate: Candidate) -> tuple[int, ...]:
 
 
 def _costs(candidate: Candidate) -> tuple[int, ...]:
-    """Return numbers that slow a layout down as they grow: mode of activation checkpointing, pp, cp and tp degrees."""
+    """Return numbers that grow as a layout slows down: index of the checkpointing mode, pp, cp and tp degrees."""
     return CHECKPOINTING.index(candidate.checkpointing), *_degrees(candidate)
 
 

@@ -200,8 +200,8 @@ def load_candidate(task: Task, candidate: Candidate) -> LoadedConfig:
 def heuristic_baseline(task: Task) -> Mesh:
     """Return the degrees of the heuristic of Megatron's papers, torchtitan and Llama 3 (arXiv:2407.21783, section
     3.3.2): FSDP alone for small models; otherwise tensor parallelism within a node, a pipeline across nodes until a
-    stage fits half of a device, context parallelism for long sequences, data parallelism over the rest. A model with
-    experts has expert parallelism within a node, in place of tensor parallelism."""
+    stage fits half of a device's memory, context parallelism for long sequences, data parallelism over the rest. A
+    model with experts has expert parallelism within a node, in place of tensor parallelism."""
     n, memory = task.n_devices, task.device.memory / 2
     states = STATE_BYTES * task.n_parameters
     small, tp, pp, cp, ep = states / task.device.devices_per_node <= memory, 1, 1, 1, 1

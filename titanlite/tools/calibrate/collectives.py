@@ -1,6 +1,6 @@
-"""Measure collectives by size, in the kinds of groups that a layout's axes form: neighbouring ranks of a node and, on
-several nodes, one rank of each node and all ranks. In a training step ranks compute between collectives. So each
-collective is timed after matrix products, including the wait for slow ranks and the waking of threads."""
+"""Measure collectives of several sizes in the kinds of groups that a layout's axes form: neighbouring ranks of a node;
+on several nodes, also one rank of each node, and all ranks. In a training step ranks compute between collectives. So
+each collective is timed after matrix products; its time includes waiting for slow ranks and waking threads."""
 
 import warnings
 from collections.abc import Callable
@@ -108,7 +108,7 @@ def measure_slowdown(timer: Timer) -> float:
 
 
 def best_bandwidths(collectives: list[dict[str, object]]) -> dict[str, float]:
-    """Return the best bandwidth of an all-gather, in bytes/s that a rank receives, by whether its group spans nodes."""
+    """Return the best bandwidth of an all-gather, in bytes/s received by a rank. Key: whether the group spans nodes."""
     best: dict[bool, float] = {}
     for row in collectives:
         if row["name"] == "all_gather":

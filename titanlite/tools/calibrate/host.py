@@ -1,7 +1,7 @@
-"""Measure host memory, storage, and how long the host takes to dispatch operators: the time of a forward and backward
-of plain tensors and of DTensors, in a model so small that operators themselves take almost no time. In a training step
-on a CPU, large operators evict the dispatcher's code and data from the caches. So a copy that evicts caches runs
-between the modules, and the time of the copies is subtracted. Every rank must call each measuring function."""
+"""Measure host memory, storage, and the host's time to dispatch an operator. A forward and backward is timed with plain
+tensors and with DTensors, in a model whose operators are so small that they take almost no time. In a training step on
+a CPU, large operators evict the dispatcher's code and data from the caches. So a copy that evicts caches runs between
+the modules, and the time of the copies is subtracted. Every rank must call each measuring function."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,8 +30,8 @@ TINY = {"dim": 16, "n_layers": 4, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 16, 
 
 
 def measure_dispatch(timer: Timer, operators: dict[str, list[list[float]]]) -> tuple[float, float]:
-    """Return the seconds to dispatch an operator on plain tensors, and the seconds that an operator on DTensors takes
-    besides the operators that it dispatches. `operators`: points (bytes, seconds) of measure_operators. On a CPU,
+    """Return the seconds to dispatch an operator on plain tensors, and the seconds of an operator on DTensors,
+    excluding the operators that it dispatches. `operators`: points (bytes, seconds) of measure_operators. On a CPU,
     operators run on the host, so the time of the operators themselves is subtracted."""
     mesh = init_device_mesh(timer.device.type, (dist.get_world_size(), 1), mesh_dim_names=("ranks", "one"))["one"]
     one = torch.ones(1, device=timer.device)
@@ -62,7 +62,7 @@ class Eviction:
         self.copies += 1
 
     def after(self, module: nn.Module, inputs: object, output: Any) -> None:
-        """Evict the caches after a module's forward and before its backward."""
+        """Evict the caches now, after a module's forward, and again before its backward."""
         self()
         if isinstance(output, torch.Tensor) and output.requires_grad:
             output.register_hook(self)

@@ -20,7 +20,7 @@ from titanlite.tools.calibrate.timing import Timer
 def measure_device(
     device: torch.device, *, ranks_per_node: int, checkpoint_folder: Path | None = None, show_progress: bool = False
 ) -> Device:
-    """Measure the devices of all ranks, and return one device with the results, equal on all ranks. Every rank must
+    """Measure the devices of all ranks, and return one Device with the results, the same on all ranks. Every rank must
     call this function. Values that cannot be measured (power; with one node, the network) come from the data sheet of a
     known GPU. Storage is measured in `checkpoint_folder`, which must exist."""
     timer, world = Timer(device), dist.get_world_size()

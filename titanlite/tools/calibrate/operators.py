@@ -46,7 +46,7 @@ def measure_matmul(timer: Timer) -> dict[str, list[list[float]]]:
 
 
 def _sizes(kind: str, most_flops: float) -> list[tuple[int, ...]]:
-    """Return every (m, n, k) whose product takes at most `most_flops` FLOPs."""
+    """Return every (m, n, k) of SIDES[kind] whose matrix product takes at most `most_flops` FLOPs."""
     return [size for size in itertools.product(SIDES[kind], repeat=3) if 2 * math.prod(size) <= most_flops]
 
 
@@ -60,8 +60,8 @@ class RandomOperands:
         self.buffer = torch.empty(0)
 
     def turns(self, *shapes: tuple[int, ...], result: int = 0) -> list[list[Tensor]]:
-        """Return lists of tensors of these shapes. With a result of `result` elements for each list, the lists do not
-        fit into caches, unless the limit of MOST_TURNS lists makes them fit."""
+        """Return lists of tensors, each list with the given shapes. With a result of `result` elements for each list,
+        the lists are larger than the caches, except where MOST_TURNS limits their number."""
         sizes = [math.prod(shape) for shape in shapes]
         size = (sum(sizes) + result) * self.dtype.itemsize
         n = min(math.ceil(UNCACHED[self.device.type] / size), MOST_TURNS)
@@ -74,7 +74,7 @@ class RandomOperands:
 
 
 def _in_turn(call: Callable[..., object], turns: Sequence[Sequence]) -> Callable[[], object]:
-    """Return a function that calls `call` with the next operands, and keeps results so that each gets new memory."""
+    """Return a function that calls `call` with the next operands. It keeps its results, so each gets new memory."""
     numbers, results = itertools.cycle(range(len(turns))), [None] * len(turns)
 
     def next_turn() -> None:
@@ -126,7 +126,7 @@ def measure_attention(timer: Timer) -> tuple[list[list[float]], list[list[float]
 
 
 def measure_operators(timer: Timer) -> dict[str, list[list[float]]]:
-    """Return points (bytes, seconds) by operator, with bytes as an op trace counts them."""
+    """Return points (bytes, seconds) by operator, with bytes as OpTrace (plan/op_trace.py) counts them."""
     kind, points = timer.device.type, {}
     dtype = torch.bfloat16 if kind == "cuda" else torch.float32
     pools = RandomOperands(timer.device, dtype), RandomOperands(timer.device, torch.float32)
@@ -189,7 +189,7 @@ def _operators(device: torch.device, rows: int) -> Iterator[Callable[[Operands],
 
 
 def best_rates(matmul: dict[str, list[list[float]]], operators: dict[str, list[list[float]]]) -> dict[str, float]:
-    """Return the best measured rates: FLOP/s by data type, and bytes/s of the largest product of two tensors."""
+    """Return the best measured rates: FLOP/s by data type, and bytes/s of the largest elementwise product."""
     rates = {name: max(row[-1] for row in rows) for name, rows in matmul.items()}
     size, seconds = operators["mul"][-1]
     return {"fp8": 0.0, **rates, "memory_bandwidth": size / seconds}

@@ -1,6 +1,6 @@
 """Compare the fingerprints of two runs: the distance of each tensor, and how much of it the runs' precision explains.
-After a thousand steps the tensors of two right layouts may be far apart, but no tensor is much farther apart than its
-inputs. Each distance is therefore compared with the distances of the tensor's inputs (computation.py)."""
+After a thousand steps the tensors of two correct layouts may differ much, but no tensor differs much more than its
+inputs do. Each distance is therefore compared with the distances of the tensor's inputs (computation.py)."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -152,7 +152,7 @@ class _Limits:
         """Parameters whose gradient is zero except for rounding."""
 
     def allowed(self, name: str, explained: float) -> float:
-        """Return the allowed distance of a tensor; for a weight's update, of the weight's change before rounding."""
+        """Return the allowed distance of a tensor; for an update, the tensor is the weight's change before rounding."""
         phase, _, tensor = name.partition(" ")
         if phase == "input":
             return self._allowed_of_input(tensor)
@@ -168,7 +168,7 @@ class _Limits:
         return allowed
 
     def _allowed_of_input(self, tensor: str) -> float:
-        """Return the allowed distance of a step's input. Only the first compared step compares weights and states."""
+        """Return the allowed distance of a step's input; infinity for weights and states of later compared steps."""
         if tensor in ("tokens", "targets") or self.is_first:
             return SUMMED if tensor in ("tokens", "targets") or self.same_weights_dtype else GROWTH * self.of_weights
         if " " in tensor or tensor in self.parameters or f"input {tensor}" not in self.before:
@@ -182,7 +182,7 @@ class _Limits:
 
 
 def _ratio(tensors: tuple[Tensor, ...], far: float, allowed: float, explained: float) -> tuple[float, float]:
-    """Return the c with B = c A, and the allowed distance, which is smaller if rounding does not explain c."""
+    """Return c of B = c A (`tensors`: A, B), and the allowed distance, smaller if rounding does not explain c."""
     ratio = constant_ratio(*tensors, tolerance=allowed) if far > min(allowed, FACTOR) else 1.0
     factor = max(FACTOR, GROWTH_OF_FACTOR * explained)
     is_multiple = abs(ratio - 1) > factor * max(ratio, 1) and allowed < math.inf

@@ -70,7 +70,7 @@ def verdict_lines(steps: list[Step]) -> list[str]:
 
 
 def quantities(a: Description, b: Description) -> dict[str, float]:
-    """Return, by name, the numbers by which a run may have multiplied a gradient; unequal numbers of both runs."""
+    """Return, by name, numbers by which a run may have multiplied a gradient; if the runs' numbers differ, both."""
     same = dict(a.counts.items() & b.counts.items())
     both = [(f"{name} of {run}", name, value) for run, of in (("A", a), ("B", b)) for name, value in of.counts.items()]
     return same | {text: value for text, name, value in both if name not in same}

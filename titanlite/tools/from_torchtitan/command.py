@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
 
 
 def header(source: str, rows: list[Row], problems: list[str]) -> list[str]:
-    """Return the comments at the top of the config: source file, unknown keys, keys not offered, and problems."""
+    """Return the comments at the config's top: source file, unknown keys, keys that titanlite lacks, and problems."""
     lacks = [row for row in rows if row.matters and row.status in (MISSING, UNKNOWN)]
     lines = [f"Converted from torchtitan's {show(source)} by titanlite config --from-torchtitan."]
     lines += [f"{row.status}: {row.source}: {row.note}" for row in lacks]

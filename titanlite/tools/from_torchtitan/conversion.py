@@ -21,15 +21,15 @@ _TABLES = read_toml(str(Path(__file__).with_name("keys.toml")))
 
 
 class Missing(NamedTuple):
-    """A key of torchtitan without an option of titanlite, and the reason. The conversion loses nothing of a key with
-    the value `off`. A key without `off` has an effect only if another missing key is on, which the listing names."""
+    """A key of torchtitan without an option of titanlite, and the reason. A key whose value is `off` has no effect, so
+    nothing is lost. A key without `off` has an effect only if another missing key, which the listing names, is on."""
 
     reason: str
     off: Any = None
 
 
 class Note(NamedTuple):
-    """A text about `keys`, shown if all keys of `when`, and not all keys of `unless`, have the values given there."""
+    """A text about `keys`. It is shown if the values in `when` are all set, unless those in `unless` are all set."""
 
     keys: list[str]
     text: str
@@ -90,7 +90,7 @@ class Conversion:
         return DEFAULTS[key] if key in DEFAULTS else OPTIONS[key].default if key in OPTIONS else None
 
     def number(self, key: str, default: float) -> Any:
-        """Return a key's value if it is a number above 0, or -1; otherwise `default`: the schema reports the value."""
+        """Return a key's value if it is above 0 or -1; otherwise `default`: the schema later reports a wrong value."""
         value = self.get(key)
         return value if type(value) in (int, float) and (0 < value < LARGEST or value == -1) else default
 
@@ -103,7 +103,7 @@ class Conversion:
         self.options[option] = value, key
 
     def note(self, key: str, text: str, status: str = MEANING_CHANGED) -> None:
-        """Add a text about a key, and set the key's status, unless `status` is "" or the present status is MISSING."""
+        """Add a text about a key. Also set the key's status, unless `status` is "" or the present one is MISSING."""
         self.notes.setdefault(key, []).append(text)
         if status and self.statuses.get(key) != MISSING:
             self.statuses[key] = status
@@ -116,7 +116,7 @@ class Conversion:
         return all(show(self.get(key)) == show(value) for key, value in values.items())
 
     def unread(self, keys: list[str], reason: str) -> None:
-        """List keys that torchtitan does not read either. `reason` says why, such as the value of another key."""
+        """List keys that torchtitan itself does not read. `reason` says why, such as the value of another key."""
         for key in keys:
             self.note_if_set(key, reason, NOT_READ)
 
@@ -149,7 +149,7 @@ class Conversion:
         return "\n".join(lines).lstrip("\n") + "\n"
 
     def _add_switches(self) -> None:
-        """Set switches that are off and have options set, which torchtitan ignores and titanlite would reject."""
+        """Set a switch to off if its options are set: torchtitan ignores them, titanlite would reject them."""
         for dependent in DEPENDENT_OPTIONS:
             switch = dependent.switch
             if switch in self.options or switch.startswith("model."):  # [model]'s switches come from model.flavor

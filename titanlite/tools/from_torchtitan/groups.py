@@ -74,7 +74,7 @@ def _model(to: Conversion) -> None:
 
 def _schedule(to: Conversion) -> None:
     """Convert the warmup and the decay so that every step has the same learning rate. torchtitan shortens a warmup or a
-    decay that exceeds the total, and counts the virtual step after the last step, in which its decay would end."""
+    decay that exceeds the total. Its decay would end in the step after the last step, which it counts."""
     warmup_key, ratio_key = "lr_scheduler.warmup_steps", "lr_scheduler.decay_ratio"
     steps = to.number("training.steps", 10_000)
     total = to.number("lr_scheduler.total_steps", steps)

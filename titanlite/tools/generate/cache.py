@@ -1,7 +1,7 @@
 """The KV cache stores keys and values of earlier tokens, so that a forward computes the new tokens only.
 
-CachedAttention replaces each block's inner attention. A forward adds either one prompt, without padding, or one token
-to every sequence, at the sequence's own position.
+CachedAttention replaces each block's inner attention. A forward either adds one whole prompt, without padding, or adds
+one token to each sequence, at that sequence's position.
 
 Shapes: B sequences, T tokens, S positions of the cache, H query heads, G KV heads, M = H / G, K head_dim."""
 
@@ -25,7 +25,7 @@ class Step:
     """By sliding window: the positions to which any sequence attends, and the mask of each sequence, [B, 1, 1, S]."""
 
     def decode(self, positions: list[int], windows: Iterable[int], device: torch.device) -> None:
-        """Make the next forward add one token per sequence, at `positions`. `windows`: sliding windows; 0: none."""
+        """Make the next forward add one token per sequence, at `positions`. `windows`: the layers' windows; 0: none."""
         self.sequence, self.sequences_B = None, torch.arange(len(positions), device=device)
         self.positions_B = torch.tensor(positions, device=device)
         end, last_B1 = max(positions) + 1, self.positions_B[:, None]

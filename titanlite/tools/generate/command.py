@@ -116,7 +116,7 @@ def main(argv: list[str]) -> int:
 
 
 def read_prompts(file: Path) -> list[str]:
-    """Return a file's prompts: lines or, in .jsonl, each line's "prompt". Raises ConfigError for a line without one."""
+    """Return a file's prompts: lines or, in .jsonl, their "prompt". Raises ConfigError for a line without "prompt"."""
     lines = read_lines(file, "--prompts ")
     if ".jsonl" not in file.suffixes:
         return lines
@@ -130,8 +130,8 @@ def read_prompts(file: Path) -> list[str]:
 
 
 def read_lines(file: Path, argument: str = "") -> list[str]:
-    """Return the lines of a file, split as in training data. Raises ConfigError, which begins with `argument`, if the
-    file cannot be read or has more than LARGEST_FILE characters."""
+    """Return the lines of a file, split as training data with text_sample_by = "line" is. Raises ConfigError, which
+    begins with `argument`, if the file cannot be read or has more than LARGEST_FILE characters."""
     options, lines, size = Training(dataset="text", text_sample_by="line"), [], 0
     try:
         for row in read_rows(options, segment_of(options, file), ["text"]):
@@ -145,8 +145,8 @@ def read_lines(file: Path, argument: str = "") -> list[str]:
 
 
 def check_length(options: Model, longest: int, new: int, batch_size: int, itemsize: float) -> None:
-    """Raise ConfigError if the longest prompt with `new` tokens is too long for the model, or the KV cache of a batch
-    does not fit into a rank's memory. `itemsize`: bytes of a number in the cache, divided by the number of ranks."""
+    """Raise ConfigError if the longest prompt plus `new` tokens is too long for the model, or the KV cache of a batch
+    does not fit into a rank's memory. `itemsize`: bytes of a cached number, divided by the ranks that share it."""
     import torch
 
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -160,7 +160,7 @@ def check_length(options: Model, longest: int, new: int, batch_size: int, itemsi
 
 
 def check_degree(options: Model, degree: int, launch: Launch, *, expert_parallel: bool) -> None:
-    """Raise ConfigError if a model cannot be sharded over `degree` ranks, or another number of ranks runs."""
+    """Raise ConfigError if a model cannot be sharded over `degree` ranks, or the launch has another number of ranks."""
     option, n_experts, problems = f"--tensor-parallel-degree = {degree}", options.moe.n_experts, []
     sizes = {f"model.{key}": getattr(options, key) for key in SHARDED}
     if expert_parallel and (degree == 1 or not n_experts):

@@ -91,7 +91,7 @@ def open_folder(folder: Path) -> ModelFolder:
 
 
 def _hf_dtype(folder: Path, options: Model) -> torch.dtype:
-    """Return the dtype of the embedding, which all weights have; float32 for a damaged file, which `load` rejects."""
+    """Return the dtype of all weights, read from the embedding; float32 for a damaged file, which `load` rejects."""
     files = tensor_files(folder)
     name = name_in(files, hf_name(EMBEDDING, options))
     try:

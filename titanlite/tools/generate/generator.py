@@ -1,4 +1,4 @@
-"""Generate in batches: one forward for each prompt, then one forward for the next token of all prompts of a batch."""
+"""Generate text in batches: a forward for each prompt, then one forward per new token for all prompts of a batch."""
 
 from collections.abc import Callable, Iterator
 

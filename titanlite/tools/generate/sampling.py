@@ -20,8 +20,8 @@ class Sampling:
 
 
 def prompt_generators(prompts: list[str], seed: int) -> list[torch.Generator]:
-    """Return a random number generator for each prompt, seeded by `seed`, the prompt, and how often the prompt occurred
-    before. So a text does not depend on other prompts, and equal prompts get different texts."""
+    """Return a random number generator for each prompt, seeded by `seed`, the prompt, and the number of equal prompts
+    before it. So a generated text does not depend on other prompts, and equal prompts get different texts."""
     counts: collections.Counter[str] = collections.Counter()
     generators = []
     for prompt in prompts:
@@ -43,7 +43,7 @@ def probabilities(logits_BV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor
 
 
 def choose(logits_BV: Tensor, sampling: Sampling, generators: list[torch.Generator]) -> list[int]:
-    """Return the next token of each sequence. At a temperature above 0, each generator draws one number."""
+    """Return the next token of each sequence. At a temperature above 0, each generator draws one number per call."""
     if sampling.temperature == 0:
         return logits_BV.argmax(-1).tolist()
     numbers = [torch.rand(1, generator=each, dtype=torch.float64) for each in generators]

@@ -1,9 +1,9 @@
 """Compare the optimizer step of another program with the same step in one process in float64.
 
-This module computes the step twice: in float64, which is the reference, and with the other program's rounding. The
-distance between the two results says how large a difference rounding explains. Updated weights are compared with an
-update from the other program's own gradients, if the program wrote them, since Adam can turn the rounding of a gradient
-into a step of full size."""
+This module computes the step twice: in float64, which is the reference, and in the other program's dtypes. The distance
+between the two results says how large a difference rounding explains. Updated weights are compared with an update from
+the other program's own gradients, if the program wrote them, since Adam can turn the rounding of a gradient into a step
+of full size."""
 
 import dataclasses
 import functools
@@ -38,7 +38,7 @@ _scalar = functools.partial(torch.tensor, dtype=torch.float64)
 
 
 class Pass(NamedTuple):
-    """The results of a forward and backward of a recorded step, in float64, and the experts of its tokens."""
+    """The results of a recorded step's forward and backward, in float64, and the experts that each token chose."""
 
     losses_BT: Tensor
     loss: Tensor  # the weighted sum of the tokens' losses
@@ -48,8 +48,8 @@ class Pass(NamedTuple):
 
 def run_against(folder: Path) -> int:
     """Compare the recorded steps in a folder with the same steps in float64, and print the comparison. Return the exit
-    status: 0 if rounding explains all differences; 1 if not; 2 if rounding would explain even a wrong factor. Raises
-    ConfigError if a file of the folder is wrong, or a result is NaN or infinite."""
+    status: 0 if rounding explains all differences; 1 if not; 2 if rounding would explain even a result with a wrong
+    factor. Raises ConfigError if a file of the folder is wrong, or a result is NaN or infinite."""
     first, *second = read_steps(folder)
     statuses = [_report(folder, first), *(_report(folder / "second", each) for each in second)]
     return 1 if 1 in statuses else max(statuses)
@@ -88,7 +88,7 @@ def _report(folder: Path, recorded: RecordedStep) -> int:
 
 def compare(recorded: RecordedStep, in_float64: Pass, as_theirs: Pass) -> dict[str, list[Row]]:
     """Return the rows that compare the two programs, by kind: "experts", "loss", "gradients", "gradient norm",
-    "updates". `as_theirs` is computed with the rounding of the other program."""
+    "updates". `as_theirs`: the step computed in the other program's dtypes."""
     step = recorded.step
     losses, loss, exact, routes = in_float64
     rounded_losses, rounded_loss, rounded, rounded_routes = as_theirs
@@ -118,7 +118,7 @@ def compare(recorded: RecordedStep, in_float64: Pass, as_theirs: Pass) -> dict[s
 
 
 def _compare_updates(recorded: RecordedStep, exact: Tensors, rounded: Tensors, not_zero: set[str]) -> list[Row]:
-    """Return rows that compare updates of weights. Ours start from the other program's gradients, if it wrote them."""
+    """Return rows that compare updates of weights. The reference uses the other program's gradients, if recorded."""
     dtype, own, before = getattr(torch, recorded.step.dtypes.weights), recorded.gradients, recorded.weights
     ours, theirs = updates(recorded, own or exact, torch.float64), updates(recorded, own or rounded, dtype)
     errors = {name: relative(theirs[name], ours[name]) for name in ours}
@@ -138,8 +138,8 @@ def _norm(tensors: Tensors) -> Tensor:
 
 
 def _allowed(error: Tensor | float, magnitude: Tensor | float = 1.0) -> float:
-    """Return the relative distance that rounding explains. `error`: the relative distance of the rounded step from the
-    float64 step; NaN if both steps are zero. `magnitude`: a factor of at least 1 on float64's tolerance, or NaN."""
+    """Return the relative distance that rounding explains. `error`: the relative distance of a result in the program's
+    dtypes from that in float64; NaN if both are zero. `magnitude` multiplies float64's tolerance if it is above 1."""
     factors = [ROUNDING_FACTOR * float(error), FLOAT64_TOLERANCE * float(magnitude), FLOAT64_TOLERANCE]
     return max(factor for factor in factors if math.isfinite(factor))
 
@@ -152,8 +152,8 @@ def _error_of_sum(tensors: Tensors) -> float:
 
 
 def forward_backward(recorded: RecordedStep, dtypes: Dtypes, mean_BT: Tensor | None = None) -> Pass:
-    """Compute the losses and gradients of a recorded step, including gradients of the balance loss. `mean_BT`: the
-    weights of the tokens' losses; None: 1 / valid tokens each. Raises ConfigError if a number is NaN or infinite."""
+    """Compute the losses and gradients of a recorded step, including gradients of the balance loss. `mean_BT`: each
+    token's weight in the loss; None: 1 / number of valid tokens. Raises ConfigError if a number is NaN or infinite."""
     weights, compute, reduce = (getattr(torch, name) for name in (dtypes.weights, dtypes.compute, dtypes.reduce))
     (n_sequences, seq_len), positions_BT = recorded.tokens_BT.shape, recorded.positions_BT
     options = with_balance_loss(recorded.model, recorded.step.balance_loss)
@@ -200,7 +200,7 @@ def round_angles(model: Llama) -> None:
 
 def updates(recorded: RecordedStep, gradients: Tensors, dtype: torch.dtype) -> Tensors:
     """Return what the optimizer's step adds to each weight, in float64, from weights in `dtype`. The optimizer states
-    are zero or, for a second step, the states after the recorded gradients of the first step."""
+    are zero or, for a second step, the states after a first step with that step's recorded gradients."""
     options, previous = recorded.step.optimizer, recorded.previous
     parameters = {name: nn.Parameter(recorded.weights[name].to(dtype, copy=True)) for name in gradients}
     groups = [
@@ -220,7 +220,7 @@ def updates(recorded: RecordedStep, gradients: Tensors, dtype: torch.dtype) -> T
 
 
 def findings(recorded: RecordedStep, groups: dict[str, list[Row]]) -> Iterator[str]:
-    """Yield lines that say where the two programs differ, and which number explains a ratio."""
+    """Yield lines that say where the two programs differ, and which number (such as dp = 2) explains their ratio."""
     quantities, by_ratio = _quantities(recorded), {kind: clusters(rows) for kind, rows in groups.items()}
     # A gradient norm that counts n copies of each tensor is sqrt(n) times too large.
     of_norm = quantities | {f"sqrt({name})": math.sqrt(value) for name, value in quantities.items()}
@@ -287,7 +287,7 @@ def _quantities(recorded: RecordedStep) -> dict[str, float]:
 
 
 def _other_balance_losses(recorded: RecordedStep, rows: list[Row], quantities: dict[str, float]) -> Iterator[str]:
-    """Yield a text about a wrong factor of the balance loss in the gradients that explains all differences."""
+    """Yield a text if a wrong factor on the balance loss explains all differences of the gradients."""
     step = recorded.step.model_copy(update={"balance_loss": None})
     without = forward_backward(dataclasses.replace(recorded, step=step), FLOAT64).gradients
     bare = [without[row.name.removeprefix("gradient ")] for row in rows]
@@ -303,7 +303,7 @@ def _other_balance_losses(recorded: RecordedStep, rows: list[Row], quantities: d
 
 
 def _other_losses(recorded: RecordedStep, groups: dict[str, list[Row]], kind: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield each known wrong loss that explains the rows of `kind`: a text, and which of gradients and loss it does."""
+    """Yield each known mistake in the loss that explains the rows of `kind`: a text, and all kinds that it explains."""
     valid_BT, degrees, n_sequences = recorded.targets_BT != IGNORED, recorded.step.degrees, len(recorded.targets_BT)
     counts: dict[int, list[str]] = {}
     for name, count in {

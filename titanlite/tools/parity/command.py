@@ -5,15 +5,15 @@ options stay. The ranks are processes on this machine's CPUs or, with torchrun .
 [...], torchrun's ranks. Exit status: 0 equal within rounding; 1 different; 2 the config or launch is wrong.
 
 With --all, a standard set of layouts is compared: each axis alone and in pairs, activation checkpointing, compiled
-blocks, gradient accumulation, chunked cross-entropy. With --tolerance, the config's precision is compared in place of
-float64: how far each tensor of a right layout may be from one process, and how far it is. --own FILE.py:NAME compares
-own parts (docs/extend.md).
+blocks, gradient accumulation, chunked cross-entropy. With --tolerance, layouts are compared in the config's precision
+instead of float64: for each tensor, the largest distance from a single process that rounding explains, and the actual
+distance. --own FILE.py:NAME compares own parts (docs/extend.md).
 
 With --gates, the config trains a few steps several times, in full size and with its own data and optimizer. A line for
 each gate says whether it holds. Repeatability: two runs are equal, bit for bit. Baseline: the run in --baseline FOLDER
-is equal to them. Restart replay: a run that is killed, stopped and killed at random steps, and resumes each time, is
-equal to them. Layout equivalence: a run that resumes under another layout differs by no more than rounding. All these
-runs have fingerprints and checkpoints, whatever the config says.
+equals these two runs. Restart replay: a run that is interrupted at random steps (killed, stopped, killed), and resumes
+each time, equals them too. Layout equivalence: a run that resumes under another layout differs by no more than
+rounding. All these runs write fingerprints of tensors, and checkpoints, whatever the config says.
 
 With --against FOLDER, one optimizer step of another program is compared with the same step in float64 in this process.
 FOLDER contains (docs/verify_your_trainer.md describes each file; programs in examples/verify/ write them):

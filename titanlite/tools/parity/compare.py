@@ -21,8 +21,8 @@ Numbers = dict[str, float]  # a number for each entry of a trace
 
 
 def differences(reference: Trace, layout: Trace) -> dict[str, float]:
-    """Return the largest absolute difference of each entry of two traces, in the order of computation, so that the
-    first large difference is where the runs diverge. Missing entries, unequal shapes and NaN count as infinite."""
+    """Return the largest absolute difference of each entry of two traces, in the order of computation: the runs diverge
+    at the first large difference. Missing entries, unequal shapes and NaN count as infinite."""
     result = dict.fromkeys(reference | layout, math.inf)
     for name in reference.keys() & layout.keys():
         if reference[name].shape == layout[name].shape:
@@ -48,7 +48,7 @@ def tolerances(config: Config, reference: Trace, device: torch.device, *, steps:
 
 
 def allowed_for(rounding: Numbers) -> Numbers:
-    """Return the tolerance of each entry. `rounding`: differences of the reference from the same run in float64."""
+    """Return the tolerance of each entry. `rounding`: differences between the reference and a float64 reference."""
     # Take the largest error of all steps (of all parameters for final weights): a single error may be 0 by accident.
     for pattern in (r".* loss", r".* losses of datasets", r"step \d+ norm", r"final weight .*"):
         names = [name for name in rounding if re.fullmatch(pattern, name)]
@@ -95,8 +95,8 @@ def print_comparison(reference: Trace, layout: Trace, tolerances: dict[str, floa
 
 
 def print_tolerances(reference: Trace, layout: Trace, tolerances: Numbers) -> bool:
-    """Print every entry: its largest difference, measured and allowed, over its largest element. Print the verdict, and
-    return whether every difference is within its tolerance."""
+    """Print for every entry its largest difference and its tolerance, both divided by the entry's largest element.
+    Print the verdict, and return whether every difference is within its tolerance."""
     actual, allowed, wrong, conclusion = judge(reference, layout, tolerances)
     print(f"{'largest difference over the largest element':60} {'measured':>9} {'allowed':>9}")
     for name, difference in actual.items():

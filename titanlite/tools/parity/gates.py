@@ -34,8 +34,8 @@ class Run:
     arguments: list[str]
 
     def until(self, step: int, how: int = 0) -> dict[int, dict[str, Any]]:
-        """Start the run and, once `step` is logged, send it the signal `how`; 0: let the run end. Return the logged
-        rows by step. Raises ConfigError if the run fails, or ends before `step`."""
+        """Start the run and, once `step` is logged, send it the signal number `how`; with 0, wait for the run's end.
+        Return the logged rows by step. Raises ConfigError if the run fails, or ends before `step`."""
         self.folder.mkdir(exist_ok=True)
         command = [sys.executable, "-m", "titanlite", "train", *self.arguments, f"--job.dump_folder={self.folder}"]
         with (self.folder / "output.log").open("wb") as log:
@@ -64,7 +64,7 @@ class Run:
         return saved and file.steps_of(self.folder) == logged == [*range(1, steps + 1)]
 
     def resumed(self, name: str, step: int, options: list[str]) -> "Run":
-        """Resume from a checkpoint of this run in a new folder, with more options, up to this run's last step."""
+        """Resume from this run's checkpoint in a new folder, with additional `options`, up to this run's last step."""
         run, checkpoint = Run(self.folder.with_name(name), [*self.arguments, *options]), f"checkpoint/step-{step}"
         shutil.copytree(self.folder / checkpoint, run.folder / checkpoint)
         run.until(max(self.rows()))
@@ -122,7 +122,7 @@ def run_gates(config: Config, arguments: list[str], steps: int, baseline: Path |
 
 
 def other_layout(config: Config) -> list[str]:
-    """Return options for one process or, if the config has one process, for FSDP 2, with the config's global batch."""
+    """Return options for one process (two FSDP ranks if the config has one process), with the config's global batch."""
     degrees = dict.fromkeys((name for name, _ in config.parallelism if name.endswith("_degree")), 1)
     ranks = 2 if all(getattr(config.parallelism, name) == 1 for name in degrees) else 1
     size = config.training.global_batch_size

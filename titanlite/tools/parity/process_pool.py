@@ -1,4 +1,4 @@
-"""Pools of ranks on this machine. A pool runs many calls, since starting a rank takes seconds, a call milliseconds."""
+"""Pools of ranks on this machine. A pool runs many calls: a rank takes seconds to start, a call takes milliseconds."""
 
 import contextlib
 import faulthandler
@@ -32,7 +32,7 @@ class RankDied(RankError):
 
 class ProcessPool:
     """Ranks that run one call after the other. If a rank fails, other ranks wait until a collective times out. Ranks
-    are forked from a server that has only imported torch; `context` replaces this server."""
+    are forked from a server that has only imported torch, or are processes of `context` (multiprocessing)."""
 
     def __init__(self, world_size: int, timeout_seconds: int = 60, backend: str = "gloo", context: Any = None):
         self.world_size, self.timeout_seconds, self.calls, self.broken = world_size, timeout_seconds, 0, False

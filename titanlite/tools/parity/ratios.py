@@ -1,7 +1,7 @@
 """Find the ratios of another program's numbers to the right ones, and their possible causes.
 
 A wrong constant factor of gradients nearly always comes from a mean over the wrong number of ranks, tokens or
-accumulation steps. The factor, and the precision with which it is known, tell which number was used."""
+accumulation steps. The factor, and the precision with which it is known, tell which number the program divided by."""
 
 import itertools
 import math
@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
     @property
     def ratio(self) -> float | None:
-        """The c > 0 with `theirs` = c * `ours` within rounding, by least squares; None if there is no such c."""
+        """The c > 0 that fits `theirs` = c * `ours` by least squares; None if rounding does not explain the rest."""
         square = self.ours.square().sum().item()
         ratio = (self.theirs * self.ours).sum().item() / square if square else 0.0
         return ratio if ratio > 0 and self.allowed < LARGEST_ALLOWED and self.is_multiple(ratio) else None
@@ -60,7 +60,7 @@ def relative(tensor: Tensor, reference: Tensor) -> float:
 
 def clusters(rows: list[Row]) -> tuple[dict[float, list[Row]], list[Row]]:
     """Return the unequal rows by ratio, and the unequal rows that no ratio explains. Rows share a ratio if rounding
-    explains the remaining differences; the ratio comes from the row with the smallest allowed distance."""
+    explains the remaining differences; the ratio comes from the most precise row (the smallest `allowed`)."""
     shared: dict[float, list[Row]] = {}
     others = []
     for row in sorted((row for row in rows if not row.equal), key=lambda row: row.allowed):
@@ -85,7 +85,7 @@ def describe(ratio: float, precision: float, quantities: Mapping[str, float]) ->
 
 
 def reasons(ratio: float, precision: float, quantities: Mapping[str, float]) -> list[str]:
-    """Return all quantities, products and quotients of two that equal a ratio or its inverse, such as "dp = 2"."""
+    """Return quantities, and products or quotients of two quantities, that equal a ratio or its inverse ("dp = 2")."""
     known = {name: value for name, value in quantities.items() if value != 1}
     candidates = [(f"{name} = {value:g}", max(value, 1 / value)) for name, value in known.items()]
     for (one, a), (other, b) in itertools.combinations(known.items(), 2):

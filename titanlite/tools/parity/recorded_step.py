@@ -1,10 +1,10 @@
 """Read the folder of `titanlite parity --against FOLDER`: what another program did in one optimizer step.
 
 docs/verify_your_trainer.md lists the folder's files, and RecordedOptions describes step.json. Tensors have the names
-and rows of transformers (model.layers.0.self_attn.q_proj.weight), or those of Llama and titanlite
-(layers.0.attention.wq.weight; neighbouring rows of wq and wk are rotated together). The tensors' data type is the
-type of the program's weights, or a wider one. The step is the optimizer's first: all optimizer states were zero. Files
-of other programs are not trusted: no pickle is read, and any mistake in them is a ConfigError of one line."""
+and row order of transformers (model.layers.0.self_attn.q_proj.weight), or those of Llama and titanlite
+(layers.0.attention.wq.weight; neighbouring rows of wq and wk are rotated together). The tensors' data type is the type
+of the program's weights, or a wider one. The step is the optimizer's first: all optimizer states were zero. Files of
+other programs are not trusted: no pickle is read, and any mistake in them is a ConfigError of one line."""
 
 import dataclasses
 import functools
@@ -67,8 +67,8 @@ class Degrees(Record):
 
 
 class BalanceLoss(Record):
-    """The loss that balances experts (arXiv:2101.03961): `weight` x number of experts x the sum over experts of (share
-    of tokens that chose it) x (its mean score). A token's scores sum to 1. step.json's `loss` excludes this loss."""
+    """The loss that balances experts (arXiv:2101.03961): `weight` x number of experts x the sum over experts of (the
+    expert's share of tokens) x (its mean score). A token's scores sum to 1. step.json's `loss` excludes this loss."""
 
     weight: Positive
     layers: Literal["apart", "together"]
@@ -92,7 +92,7 @@ class RecordedOptions(Record):
 
 @dataclasses.dataclass(frozen=True)
 class RecordedStep:
-    """The content of a recorded step's folder. Weights and gradients are float64, with titanlite's names and rows."""
+    """The content of a step's folder. Weights and gradients are float64, with titanlite's names and row order."""
 
     step: RecordedOptions
     model: Model
@@ -128,7 +128,7 @@ def read_steps(folder: Path) -> list[RecordedStep]:
 
 
 def read_step(folder: Path) -> RecordedStep:
-    """Read and check a step's folder. Raises ConfigError if a file is missing or wrong, or changes meanwhile."""
+    """Read and check a step's folder. Raises ConfigError if a file is missing or wrong, or changes while it is read."""
     before = _files(folder)
     step = parse(RecordedOptions, read_json_object(folder / "step.json"), str(folder / "step.json"))
     model = model_of(folder)

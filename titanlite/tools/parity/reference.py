@@ -28,7 +28,7 @@ gradient NAME"; "final weight NAME", for buffers too; "validation loss", the los
 
 
 def trace_of(kind: str, tensors: dict[str, Tensor]) -> Trace:
-    """Copy tensors to the CPU, all-gathering sharded ones, and return them under the names "KIND NAME"."""
+    """Copy tensors to the CPU, all-gathering sharded ones, and return them under the names f"{kind} {name}"."""
     # Hide DTensor's warning that a gather over two mesh axes takes two collectives; a test may be slow.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     given = {name: t for name, t in tensors.items() if t is not None}  # a frozen weight has no gradient
@@ -39,7 +39,7 @@ def trace_of(kind: str, tensors: dict[str, Tensor]) -> Trace:
 class RandomSequences:
     """Sequences of random tokens, computed from the seed and the global index alone, or the sequences of own.data. The
     numbers of valid targets differ widely, so that a loss averaged over ranks or gradient accumulation steps instead of
-    tokens differs from the reference. The sequences take turns among three datasets of a mixture."""
+    tokens differs from the reference. The sequences belong in turn to three datasets, as in a mixture."""
 
     names = ("a", "b", "c")
 
@@ -74,7 +74,7 @@ def token_losses(
     loss: TokenLoss | None = None,
 ) -> Tensor:
     """Return the loss of each token in nats, [B, T], and 0 where the target is IGNORED. All weights except routers' are
-    cast to `compute_dtype`. `masked`: under a document mask, document positions and Documents."""
+    cast to `compute_dtype`. `masked`: document positions and Documents under a document mask, otherwise nothing."""
     weights = {
         name: parameter if ".router." in name else parameter.to(compute_dtype)
         for name, parameter in model.named_parameters()

@@ -1,8 +1,8 @@
 """Send the tokens of a recorded step to the experts that the verified trainer recorded, or else to the routers' choice.
 
 Rounding can change the choice between two experts with nearly the same score. A trainer's choices are right if their
-scores equal the best scores within rounding. Both passes of the comparison use the recorded choices, so that a choice
-that rounding changes does not change gradients. Shapes: N tokens, E experts, K experts per token."""
+scores equal the best scores within rounding. Both passes (in float64 and in the trainer's dtypes) use the recorded
+choices, so that rounding changes no choice. Shapes: N tokens, E experts, K experts per token."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ class Routes:
         scores of the experts that the tokens are sent to, likewise; and the router's choices, in ascending order."""
 
     def follow(self, model: Llama) -> None:
-        """Make a model's routers choose the recorded experts of `self.sequences`, the batch's rows in a forward."""
+        """Make a model's routers choose recorded experts. `self.sequences` selects the batch's rows of each forward."""
         for name, router in routers(model).items():
             router.choose = functools.partial(self._choose, name, router.choose)
 
@@ -43,12 +43,12 @@ class Routes:
         return taken_NK
 
     def of_step(self, layer: str) -> list[Tensor]:
-        """Return the entries of `forwards` of a layer for all tokens of the step."""
+        """Return a layer's entries in `self.forwards`, concatenated over all tokens of the step."""
         return [torch.cat(each) for each in zip(*self.forwards[layer], strict=True)]
 
     def others(self, rounded: "Routes") -> tuple[int, int]:
-        """Return how many choices (one per token and layer) differ from the recorded choices or, without these, from
-        the choices of a rounded pass; and how many choices there are."""
+        """Return how many choices (one per token and layer) differ from the recorded choices, and how many choices
+        there are. Without recorded choices, those of `rounded` are used."""
         experts, n, n_choices = self.recorded.experts, 0, 0
         for layer in self.forwards:
             theirs = rounded.of_step(layer)[2] if experts is None else experts[layer].flatten(0, 1).sort(-1).values
@@ -57,8 +57,8 @@ class Routes:
         return n, n_choices
 
     def rows(self, rounded: "Routes") -> Iterator[tuple[str, Tensor, Tensor, float]]:
-        """Yield each layer's name, the scores of the recorded experts and the best scores of the token where the two
-        differ most, and the largest relative rounding error of a token's best scores."""
+        """Yield each layer's name, two scores of the token for which they differ most (recorded experts, best experts),
+        and the largest relative rounding error of the best scores over tokens."""
         for layer in self.forwards if self.recorded.experts is not None else ():
             (best_NK, taken_NK, _), rounded_NK = self.of_step(layer), rounded.of_step(layer)[0]
             norm_N = best_NK.norm(dim=1)
@@ -72,7 +72,7 @@ def routers(model: Llama) -> dict[str, Router]:
 
 
 def with_balance_loss(model: Model, loss: BalanceLoss | None) -> Model:
-    """Return a model's options with the weight of a balance loss; None: with the weight 0."""
+    """Return a model's options with the weight of `loss`; if `loss` is None, the weight is 0."""
     weight = 0.0
     if loss is not None:
         # For all layers together, mean share * mean score is a sum over pairs of layers, divided by n_layers ** 2.
@@ -83,7 +83,7 @@ def with_balance_loss(model: Model, loss: BalanceLoss | None) -> Model:
 
 
 def set_loads(model: Llama, recorded: RecordedStep, sequences: Tensor, loss_scale: float) -> None:
-    """Set the loads by which the routers' balance loss multiplies scores: how often each expert was recorded."""
+    """Set the routers' loads, factors of the balance loss: how many recorded choices each expert has."""
     if (loss := recorded.step.balance_loss) is None:
         return
     found, n_experts = routers(model), recorded.model.moe.n_experts

@@ -76,7 +76,7 @@ def _smaller_window(window: int, config: Config, seq_len: int) -> int:
 
 def _smaller_options_of_families(config: Config, seq_len: int, head_dim: int) -> dict[str, Any]:
     """Return, as keywords of `Config.replace`, a pattern with one layer of each kind, learned positions for the smaller
-    sequence, and rotary factors for the channels of the smaller head."""
+    sequence, and as many rotary factors as the smaller head has pairs of channels."""
     model, options = config.model, dict[str, Any]()
     if model.layer_pattern and not config.parallelism.module_fqns_per_model_part:
         windows = [_smaller_window(kind.sliding_window, config, seq_len) for kind in model.layer_pattern]
@@ -106,7 +106,7 @@ def _smaller_latents(mla: Mla, width: int) -> dict[str, Any]:
 
 
 def _smaller_experts(moe: Moe, tensor: int) -> dict[str, Any]:
-    """Return the least sizes of experts, as keywords of `Config.replace`. The first or second layer has experts."""
+    """Return the least sizes of experts, as keywords of `Config.replace`. Layer 0 or layer 1 has experts."""
     return {
         "model__moe__expert_dim": 12 * max(tensor, 2),
         "model__moe__n_first_dense_layers": min(moe.n_first_dense_layers, 1),
@@ -115,7 +115,7 @@ def _smaller_experts(moe: Moe, tensor: int) -> dict[str, Any]:
 
 
 def _numeric_options(config: Config, dtype: str) -> dict[str, Any]:
-    """Return the options with which steps in `dtype` can be compared, as keywords of `Config.replace`."""
+    """Return options with which steps of two layouts in `dtype` can be compared, as keywords of `Config.replace`."""
     options = {
         "training__dtype": "float64" if dtype == "float64" else "float32",
         "training__mixed_precision_param": dtype if dtype in ("bfloat16", "float16") else "auto",

@@ -42,7 +42,7 @@ def layouts() -> Iterator[tuple[str, list[str]]]:
 
 def verdicts(arguments: list[str], own: Parts, dtype: str, steps: int) -> Iterator[tuple[str, str]]:
     """Yield the name of each layout and a verdict that begins with equal, DIFFERENT, FAILED or impossible (the model or
-    the config does not allow the layout). `arguments`: the command-line arguments that `load` takes."""
+    the config does not allow the layout). `arguments`: the config file and options, as on the command line."""
     cpu = torch.device("cpu")
     for n_ranks, some in itertools.groupby(layouts(), lambda each: 4 if " x " in each[0] else 2):
         configs: dict[str, Config | str] = {}

@@ -18,9 +18,9 @@ LARGEST_METRICS = 2**28  # largest accepted metrics.jsonl in bytes
 
 
 def read_measurement(file: Path) -> tuple[Sequence[float], int, int, float]:
-    """Return what a metrics.jsonl records: seconds of a step by logged line, tokens of a step, ranks, and rank 0's peak
-    memory in tensors in GiB (on a CPU, the memory of rank 0's process). The first logged line, with compilation and
-    warm-up, does not count. Raises ConfigError if the file cannot be read or has fewer than two logged steps."""
+    """Return four records of a metrics.jsonl: a step's seconds for each logged line, a step's tokens, ranks, and rank
+    0's peak memory in GiB (of tensors; on a CPU, of the process). The first logged line, with compilation and warm-up,
+    does not count. Raises ConfigError if the file cannot be read or has fewer than two logged steps."""
     try:
         rows = [json.loads(line) for line in read_file(file, LARGEST_METRICS).splitlines()]
         lines = [row for row in rows if "throughput(tps)" in row]
@@ -44,7 +44,7 @@ def read_measurement(file: Path) -> tuple[Sequence[float], int, int, float]:
 
 
 def _positions(line: dict[str, Any]) -> int:
-    """Return how many tokens and padding positions a run has computed; its logged throughput counts both."""
+    """Return how many tokens and padding positions a run has computed; the logged throughput counts both."""
     return line["n_tokens_seen"] + line.get("n_padding_seen", 0)
 
 

@@ -31,10 +31,10 @@ def _times_read(work: Work) -> float:
 
 @dataclasses.dataclass
 class Cost:
-    """The seconds and amounts of some events. The keys of `seconds` are "matmul", "attention", "memory" (all other
-    operators, which are memory-bound), "host" (the device waits for the host), "optimizer" (on the CPU, under CPU
-    offload), "communication: AXIS" (before any overlap; the axis "host" is CPU offload's copies) and "overlapped"
-    (communication that async TP overlaps). `communication` is the count and total bytes by (axis, collective)."""
+    """The seconds, FLOPs and communicated bytes of some events. The keys of `seconds` are "matmul", "attention",
+    "memory" (all other operators, which are memory-bound), "host" (the device waits for the host), "optimizer" (on the
+    CPU, under CPU offload), "communication: AXIS" (before any overlap; the axis "host" is CPU offload's copies) and
+    "overlapped" (communication that async TP overlaps). `communication`: count and bytes by (axis, collective)."""
 
     seconds: Counter = dataclasses.field(default_factory=Counter)
     flops: Counter = dataclasses.field(default_factory=Counter)  # FLOPs by dtype
@@ -63,8 +63,8 @@ class Cost:
 
 @dataclasses.dataclass
 class _Items:
-    """The items that Streams.run gets for a segment, collected event by event. `device`, `host` and `both` are the
-    fields of streams.Run for the operators since the last item."""
+    """Collects a segment's events as items for Streams.run. `device`, `host` and `both`: fields of streams.Run for the
+    operators since the last item."""
 
     cost: Cost = dataclasses.field(default_factory=Cost)
     items: list[Item] = dataclasses.field(default_factory=list)
@@ -91,8 +91,8 @@ class CostModel:
 
     Args:
         axes: the axis and the ranks of each process group, by the group's name.
-        changed: the group of GROUPS whose times are at one end of their range: the shortest if `faster`, otherwise the
-            longest. "": all times are the expected ones.
+        changed: the group of GROUPS whose times are the shortest of their range if `faster`, and otherwise the longest;
+            "": every group has its expected times.
         offload: under CPU offload, bytes of a gradient in host memory per byte that FSDP reduces; otherwise None.
         cudnn: whether cuDNN computes attention, whatever backend the dry run used.
         name: the name of the device, by which efficiency.reached finds the ranges of its rates.
@@ -133,8 +133,8 @@ class CostModel:
         forward: bool = False,
         accumulates: bool = False,
     ) -> Cost:
-        """Return the cost of segments that run one after the other. `streams` has the communication in flight before
-        them. None: the device is idle before, and waits for the segments' communication. See also Streams.run."""
+        """Return the cost of segments that run one after the other. `streams`: communication in flight before; None: an
+        idle device, which finally waits for the segments' communication. See also Streams.run."""
         cost, own = Cost(), streams or self.streams()
         begin, idle = own.computed, own.idle
         for events in segments:
@@ -199,7 +199,7 @@ class CostModel:
             own.flush(attends=True)
 
     def _collective(self, event: Communication, cost: Cost) -> Collective | None:
-        """Count a collective and return its item; None for one rank, and for a received message: its sender counts."""
+        """Count and return a collective; None for one rank, and for a received message, which the sender counts."""
         axis, ranks = self._axis(event.group)
         if len(ranks) == 1 or event.name == "receive":
             return None
@@ -212,7 +212,7 @@ class CostModel:
         return Collective(event.name, axis, seconds, outputs=event.outputs if axis == "ep" else ())
 
     def _beside_products(self, event: Communication, axis: str, ranks: list[int], cost: Cost) -> float:
-        """Count an async TP collective and return the seconds that it adds to the products it overlaps with. An
+        """Count an async TP collective and return the seconds by which it lengthens the products that it overlaps. An
         all-gather copies this rank's chunk to symmetric memory, and each other rank's chunk before the chunk's product.
         A reduce-scatter copies each chunk after its product, then sums the chunks. Two streams alternate, so that two
         products run at a time and copies run one by one (torch.distributed._symmetric_memory, read in 2.13)."""
@@ -244,7 +244,7 @@ class CostModel:
         return seconds
 
     def _offloaded_gradient(self, axis: str, reduced: int, seconds: float, cost: Cost) -> Collective:
-        """Return a reduce-scatter after which CPU offload copies `reduced` bytes of its result to host memory."""
+        """Return the item of a reduce-scatter whose result, `reduced` bytes, CPU offload then copies to host memory."""
         size = round(reduced * self.offload)
         addition = self._host_seconds(3 * size)  # the addition reads two tensors and writes one
         return Collective("reduce_scatter", axis, seconds, self._copy("copy to host", size, cost), addition)
@@ -275,7 +275,7 @@ class CostModel:
         return self.axes.get(group, ("other", [0]))
 
     def _rate(self, group: str, share: Share) -> float:
-        """Return the expected share of a rate or, if `group` is the changed group, an end of the share's range."""
+        """Return the expected share of a rate or, if `group` is `self.changed`, an end of the share's range."""
         if group != self.changed:
             return share.expected
         return share.high if self.faster else share.low
@@ -336,7 +336,7 @@ class CostModel:
 
     def _attention_seconds(self, work: Work) -> float:
         """Return the seconds of attention. Its FLOP/s grow with the keys per query, and with the number of query tiles
-        over all heads. Under a causal mask the mean tile has half the work of the longest tile."""
+        over all heads. Under a causal mask, a query tile has on average half the work of the longest tile."""
         backward, efficiency = "backward" in work.name, self.efficiency
         of_cudnn = (efficiency.cudnn, efficiency.cudnn_backward)[backward] if self.cudnn else None
         share = self._rate("attention", of_cudnn or (efficiency.flash, efficiency.flash_backward)[backward])

@@ -1,5 +1,5 @@
-"""Run one rank's training step on fake tensors and return the phases of the full step. The run leaves out repeated
-layers (segments.fold_layers), and has at most three gradient accumulation steps."""
+"""Run one rank's training step on fake tensors, and return the full step's phases (forward, backward, update). The run
+leaves out repeated layers (segments.fold_layers), and has at most three gradient accumulation steps."""
 
 import contextlib
 import functools
@@ -40,10 +40,10 @@ class DryRun(NamedTuple):
 
     phases: (Pass.FORWARD, n) and (Pass.BACKWARD, n) are the first (n = 0), a middle (1) and the last (2) microbatch. A
     split backward has n = SPLIT, and its phase (Pass.WEIGHT_GRADIENT, SPLIT) lacks the folded layers. Other phases are
-    ("reduce",), ("update",), and ("muon", number, times), which a step runs `times` times.
+    ("reduce",), ("update",), and ("muon", number, times), a round of Muon that a step runs `times` times.
 
-    scale: the number of weights of the full stage, divided by that of the modules in the dry run. The phases "reduce"
-    and "update", which process every weight, take `scale` times longer than the recorded events."""
+    scale: number of weights in the full stage / number of weights in the dry run. The phases "reduce" and "update",
+    which process every weight, take `scale` times as long as their events in the dry run."""
 
     persistent: Bytes  # bytes by kind of memory that stay allocated from step to step
     phases: Phases  # segments by phase
@@ -60,7 +60,7 @@ def checkpointing_period(config: Config) -> int:
 
 
 def layer_period(config: Config) -> int:
-    """Return a period of the pattern of layers, in layers, that is at least as long as FSDP prefetches."""
+    """Return a period of the pattern of layers: at least as many layers as FSDP prefetches."""
     moe, parallelism = config.model.moe, config.parallelism
     pattern = sum(kind.count for kind in config.model.layer_pattern) or 1
     period = math.lcm(checkpointing_period(config), moe.every_n_layers if moe.n_experts else 1, pattern)
@@ -75,7 +75,7 @@ def fold_stage(config: Config, names: Sequence[str]) -> FoldedStage:
 
 
 def dry_run_accumulation_steps(n: int) -> dict[int, int]:
-    """Return how many of n accumulation steps each step of the dry run stands for: 0 first, 1 middle, 2 last."""
+    """Return how many of n accumulation steps each step of the dry run (0: first, 1: middle, 2: last) stands for."""
     return {1: {0: 1}, 2: {0: 1, 2: 1}}.get(n, {0: 1, 1: n - 2, 2: 1})
 
 
@@ -137,7 +137,7 @@ def dry_run(
 
 
 def _build_stage(config: Config, layout: mesh.Layout, names: list[str], *, compiled: bool) -> Llama:
-    """Build a stage in which only experts have compiled operators; fusion.py models all other compilation."""
+    """Build a stage. `compiled`: compile the operators of experts; fusion.py models all other compilation."""
     stage = build.build_stage(config, layout, names, CPU)
     for block in stage.layers.values():
         if compiled and isinstance(block.feed_forward, RunsUncompiled):
@@ -202,7 +202,7 @@ def _update(config: Config, trace: OpTrace, stage: Llama, optimizer: Any, balanc
 
 def _create_states(config: Config, optimizer: torch.optim.Optimizer) -> None:
     """Create the optimizer states by a step with zero gradients, and the weight average (ema). Fake tensors cannot run
-    LowBitAdam's compiled step, and Muon's step has collectives, so both create states without a step."""
+    LowBitAdam's compiled step, and Muon's step has collectives, so their states are created without a step."""
     if _is(optimizer, "Muon"):
         from titanlite.tools.plan import muon_step  # late import: most plans do without Muon
 
@@ -257,7 +257,7 @@ def _local(tensor: Tensor) -> list[Tensor]:
 def _persistent(
     trace: OpTrace, stage: Llama, optimizer: torch.optim.Optimizer, folded: FoldedStage
 ) -> tuple[Bytes, int, int, float]:
-    """Set the kind of allocations that stay from step to step. Return `persistent`, ..., `scale` of DryRun."""
+    """Set `kind` of allocations that persist across steps. Return DryRun's persistent, gradients, rotary and scale."""
     total, weights, of_run_layers, rotary = dict.fromkeys(KINDS, 0), 0, 0, 0
     parameters = dict(stage.named_parameters())
     tensors = [("parameters", name, tensor) for name, tensor in [*parameters.items(), *stage.named_buffers()]]

@@ -1,9 +1,9 @@
 """The shares of a data sheet's rates that programs reach, by architecture, with the spread of published figures, read
 from efficiency.toml. The plan uses the shares for a device that was not calibrated.
 
-Rates depend on sizes. A matrix product takes time to start, keeps all multiprocessors busy only in full waves of tiles,
-and writes its result at the end. Attention reaches half of its rate at `half_length` tokens. A collective has a latency
-and a bandwidth, which falls with the number of nodes."""
+Rates depend on the sizes of operands. A matrix product takes time to start, keeps all multiprocessors busy only in full
+waves of tiles, and writes its result at the end. Attention reaches half of its rate at `half_length` keys. A collective
+has a latency, and a bandwidth that is lower for more nodes."""
 
 from collections.abc import Sequence
 from pathlib import Path

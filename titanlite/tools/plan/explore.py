@@ -1,6 +1,6 @@
 """Plan a grid of layouts similar to a config's, and write one HTML page on which a reader chooses a layout. The axes of
-the grid are degrees, batch, activation checkpointing (AC) and device. A chain is a set of configs that differ only in
-batch and device, planned from the smallest batch to the first that fits no device. Chains are planned in parallel."""
+the grid are degrees, batch, activation checkpointing (AC) and device. The configs of a chain differ only in batch and
+device; batches are planned in order of size, up to the first that fits no device. Chains are planned in parallel."""
 
 import contextlib
 import html
@@ -39,7 +39,7 @@ Chain = dict[int, dict[str, LoadedConfig[Config]]]  # configs of the same layout
 
 def make_axes(config: Config, texts: list[str]) -> dict[str, list[Any]]:
     """Return the values of each axis of the grid, the config's own first. A text such as tp=1,2 gives the values of an
-    axis. By default tp, pp, cp and batch also have half and twice the config's. Raises ConfigError for a wrong text."""
+    axis. By default tp, pp, cp and batch also get half and twice their value. Raises ConfigError for a wrong text."""
     axes: dict[str, list[Any]] = {name: [value_of(config, key)] for name, key in DEGREES.items()}
     axes["batch"] = [value_of(config, MICROBATCH if axes["pp"] > [1] else BATCH)]
     for name in ("tp", "pp", "cp", "batch"):
@@ -59,7 +59,7 @@ def make_axes(config: Config, texts: list[str]) -> dict[str, list[Any]]:
 
 def overrides(choice: dict[str, Any], plan: Plan, loaded: LoadedConfig[Config]) -> list[str]:
     """Return the command-line options that give a config the chosen value of each axis. In a pipeline, the chosen batch
-    is the microbatch size, and the gradient accumulation steps stay the config's (1 if it has no pipeline)."""
+    is the microbatch size, and the gradient accumulation steps do not change (1 if the config has no pipeline)."""
     config, product = plan.config, choice["tp"] * choice["pp"] * choice["cp"]
     ranks = max(plan.world_size // product, 1)  # number of ranks that read different sequences
     options = {key: choice[name] for name, key in DEGREES.items()}  # config rules reject degrees that do not fit
@@ -93,7 +93,7 @@ def planned(plan: Plan) -> dict[str, Any]:
 
 
 def plan_chain(chain: Chain, world_size: int) -> Entries:
-    """Plan a chain and return its entries for the page. Once a batch fits no device, larger batches are not planned."""
+    """Plan a chain; return an entry per config. Once a batch fits no device, larger batches are not planned."""
     entries, unfit = Entries(), 0
     for batch, variants in sorted(chain.items()):
         plans, cache, problem = [], {}, f"batch {unfit} does not fit already"

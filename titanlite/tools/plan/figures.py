@@ -138,7 +138,7 @@ def time_figure(plan: Plan) -> Figure:
 
 
 def thinned(points: Sequence[Point], most: int) -> list[int]:
-    """Return the indices of about `most` points to draw: first, last, and highest and lowest of each stretch."""
+    """Return the indices of about `most` points to draw: the first, the last, and each stretch's highest and lowest."""
     if len(points) <= most:
         return list(range(len(points)))
     stretch, chosen = math.ceil(2 * len(points) / most), {0, len(points) - 1}

@@ -16,9 +16,9 @@ def is_fusible(work: Work) -> bool:
 
 
 def fuse(segments: Sequence[list[Event]]) -> list[list[Event]]:
-    """Return the events of segments, with neighbouring pointwise operators of a segment fused. A kernel replaces the
-    first operator of its group, with all bytes that the group reads and writes. The group's other operators are
-    removed, and allocations that only the group reads and its segment frees. The host dispatches only kernels."""
+    """Return segments' events with neighbouring pointwise operators of each segment fused. A kernel replaces the first
+    operator of its group, with all bytes that the group reads and writes. The group's other operators are removed; so
+    are allocations that only the group reads and its segment frees. The host dispatches only kernels."""
     groups = [group for segment in segments for group in _groups(segment)]
     readers: dict[Allocation, set[int]] = {}
     writer: dict[Allocation, int] = {}
@@ -87,8 +87,8 @@ def _kernel(group: list[Work], own: set[Allocation], internal: set[Allocation]) 
 
 
 def overlap(segments: Sequence[Segment], groups: Mapping[str, int]) -> None:
-    """Mark, in place, the collectives that async TP overlaps in compiled blocks, and the products that these overlap
-    with (torch 2.13: torch._inductor.fx_passes.micro_pipeline_tp). `groups`: ranks of each tensor-parallel group."""
+    """Mark, in place, the collectives that async TP overlaps in compiled blocks, and the overlapped products (torch
+    2.13: torch._inductor.fx_passes.micro_pipeline_tp). `groups`: ranks of each tensor-parallel group."""
     for events in (segment.events for segment in segments if segment.mark[0] in ("layer F", "layer B")):
         works, split = [event for event in events if isinstance(event, Work)], dict[int, Work]()
         for index, event in enumerate(events):
@@ -102,7 +102,7 @@ def overlap(segments: Sequence[Segment], groups: Mapping[str, int]) -> None:
 
 def _overlapping(event: Communication, works: list[Work]) -> list[Work]:
     """Return the products that async TP overlaps with a collective: products of an all-gathered tensor and a weight, or
-    the product that a reduce-scatter alone reads; none with a bias, of a tensor cast to float8, or in sums."""
+    the product that a reduce-scatter alone reads, but none with a bias, a float8 cast or a sum."""
     if event.name == "all_gather":
         gathered = [work for work in works if work.name == "aten.mm" and work.inputs[0] in event.outputs]
         return [work for work in gathered if work.inputs[1].kind in ("parameters", "gathered")]
@@ -152,7 +152,7 @@ class _Saved:
         return found
 
     def compute_again(self, allocation: Allocation) -> None:
-        """Free an allocation in the forward if the backward can compute it from saved allocations or smaller ones."""
+        """Free an allocation in the forward if the backward can compute it from others, which are saved or smaller."""
         life = self.lives[allocation]
         number = life.later[0][0]
         found = self.computed_from(allocation, number)
@@ -175,7 +175,7 @@ def save_less(segments: Sequence[Segment], forward: Collection[int], backward: C
     (torch._functorch.partitioners.min_cut_rematerialization_partition): results that the backward does not read, and
     pointwise results that only pointwise operators of the backward read. The inputs of such a pointwise result exist in
     the backward anyway, or are smaller and are saved instead, such as bfloat16 logits instead of their float32
-    log-softmax. `forward`, `backward`: numbers of the compiled segments."""
+    log-softmax. `forward`, `backward`: indices of the compiled segments."""
     saved = _Saved(segments)
     for allocation, life in saved.lives.items():
         if life.born not in forward or life.freed <= life.born or life.changes != 2:

@@ -50,8 +50,8 @@ def few_microbatches(plan: Plan) -> str:
 
 
 def too_little_memory(plan: Plan) -> str:
-    """Return a hint at the first option with which a plan that does not fit would fit, or at the option that saves
-    most: sharding instead of replicas, activation checkpointing, a smaller batch, more devices. "": the plan fits."""
+    """Return a hint for a plan that does not fit: the first option that makes it fit, or else saves most memory, of
+    sharding instead of replicas, activation checkpointing, a smaller batch, more devices. "": the plan fits."""
     config, excess, peak = plan.config, plan.worst.total - plan.device.memory, plan.worst.peak
     parallelism, batch, states = config.parallelism, config.training.local_batch_size, sum(map(peak.bytes.get, STATES))
     replicas, is_pipeline = parallelism.data_parallel_replicate_degree, bool(plan.spans)

@@ -15,7 +15,7 @@ from titanlite.tools.plan.op_trace import Work
 
 
 def work_seconds(measured: Measured, work: Work) -> float:
-    """Return the seconds of an operator. Raises ConfigError if no product in its data type was measured."""
+    """Return the seconds of an operator. Raises ConfigError if no matrix multiplication in its dtype was measured."""
     if not work.flops:
         name = work.name.partition(".")[2].removesuffix("_")
         return seconds_at(measured.operators.get(name) or measured.operators["mul"], work.read + work.written)
@@ -30,9 +30,9 @@ def work_seconds(measured: Measured, work: Work) -> float:
 
 
 def collective_seconds(measured: Measured, name: str, size: int, n: int, nodes: int) -> float:
-    """Return the seconds of a collective of `size` bytes over n ranks on `nodes` nodes, from the measured group that is
-    nearest: first in whether it spans nodes, then in its number of ranks. In both groups a rank sends (n - 1) / n of
-    the size, as in a ring; equal bytes sent take equal seconds. Raises ConfigError if no group was measured."""
+    """Return the seconds of a collective of `size` bytes over n ranks on `nodes` nodes, from the most similar measured
+    group (spanning nodes or not, then number of ranks). In a group of n ranks, a rank sends (n - 1) / n of the size, as
+    in a ring; equal bytes sent take equal seconds. Raises ConfigError if no group was measured."""
     if not (rows := [row for row in measured.collectives if row.name == name]):
         raise ConfigError([f"plan.device: no {name} was measured there; calibrate with at least two ranks"])
     nearest = min(

@@ -36,7 +36,7 @@ class MemoryTimeline:
         self._changes: dict[int, tuple[Bytes, Bytes]] = {}
 
     def replay(self, segments: Iterable[Segment], label: str, *, without: str = "") -> None:
-        """Append the points of some segments. `without`: allocations of this maker are left out."""
+        """Append the points of some segments. `without`: an Allocation.maker whose allocations are left out."""
         for segment in segments:
             net, at_peak = self._change(segment, without)
             name, *number = segment.mark
@@ -56,7 +56,7 @@ class MemoryTimeline:
         self.current_bytes = {kind: current_bytes.get(kind, 0) for kind in KINDS}
 
     def _change(self, segment: Segment, without: str) -> tuple[Bytes, Bytes]:
-        """Return the bytes by kind that a segment has added at its end, and those that it has added at its peak."""
+        """Return, by kind, the bytes that a segment adds in total, and the bytes that it has added at its peak."""
         if id(segment.events) not in self._changes:  # copied layers (FoldedStage) share one list of events
             now, total, most = dict.fromkeys(KINDS, 0), 0, 0
             at_peak = dict(now)

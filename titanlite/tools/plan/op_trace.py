@@ -109,7 +109,7 @@ class Communication(NamedTuple):
 
 
 class HostWait(NamedTuple):
-    """The host waits for the device, which is idle when the host issues the next event."""
+    """The host waits for the device, so the device is idle when the host issues the next event."""
 
 
 Event = Memory | Work | Communication | HostWait | Dispatch

@@ -42,7 +42,7 @@ FRAGMENTATION = 0.03  # share of peak memory that CUDA's caching allocator loses
 def resolve(loaded: LoadedConfig[Config], world_size: int | None = None) -> tuple[Config, Device, int]:
     """Return the config as train.py resolves it on plan.device, the device, and the number of ranks: `world_size` or,
     if None, the product of the degrees (the devices of a node if a degree is -1). Raises ConfigError with the problems
-    that train.py reports, and for products or async TP that the plan cannot model on the device."""
+    that train.py reports, and for matrix products or async TP that the plan cannot model on the device."""
     device = find_device(loaded.config.plan.device)
     per_node = devices_per_node(loaded.config, device)
     n_devices = 0 if device.kind == "cpu" else per_node
@@ -73,8 +73,8 @@ def make_plan(
     cache: dict[str, list[DryRun]] | None = None,
     **options: bool,
 ) -> Plan:
-    """Plan a run; see `resolve` for `world_size`. `cache` collects dry runs, which plans that differ only in the device
-    share. `options` are arguments of `_dry_run_stages`. Raises ConfigError as `resolve` does."""
+    """Plan a run; see `resolve` for `world_size`. `cache` collects dry runs: plans that differ only in the device share
+    these. `options` are arguments of `_dry_run_stages`. Raises ConfigError as `resolve` does."""
     config, device, world = resolve(loaded, world_size)
     parallelism, degree = config.parallelism, config.parallelism.pipeline_parallel_degree
     names = stage_modules(config) if degree > 1 else [module_names(config.model.n_layers)]
@@ -121,7 +121,7 @@ def make_plan(
 
 
 def _spread(time_of: Callable[..., StepTime], seconds: float, device: Device) -> Spread:
-    """Return by how many seconds each group of rates, and the program itself, may shorten or lengthen a step."""
+    """Return by how many seconds the uncertainty of each group of rates, and of the program, may change a step."""
     spread = {name: (time_of(name, faster=True).seconds - seconds, time_of(name).seconds - seconds) for name in GROUPS}
     if device.kind == "gpu" and not device.measured:
         spread["program"] = seconds * (ANY.program.low - 1), seconds * (ANY.program.high - 1)
@@ -142,7 +142,7 @@ def _check_device(config: Config, device: Device, per_node: int) -> None:
 def takes_cudnn(config: Config, device: Device) -> bool:
     """Return whether cuDNN computes attention. With the backend "auto", torch 2.11 and later choose cuDNN on compute
     capability 9.x and 10.x, in 16 bits, unless the config asks for determinism (sdp_utils.cpp:
-    check_prefer_cudnn_attention, can_use_cudnn_attention). The largest head_dim is that of torch 2.11 to 2.13."""
+    check_prefer_cudnn_attention, can_use_cudnn_attention). cuDNN's largest head_dim is that of torch 2.11 to 2.13."""
     backend, head_dim = config.training.attention_backend, config.model.head_dim
     widest = {"hopper": 256, "blackwell": 128}.get(device.architecture, 0) if device.kind == "gpu" else 0
     fits = config.training.mixed_precision_param in ("bfloat16", "float16") and head_dim <= widest and not head_dim % 8
@@ -151,8 +151,8 @@ def takes_cudnn(config: Config, device: Device) -> bool:
 
 def config_for_dry_run(config: Config) -> Config:
     """Return a config that fake tensors can run, with the allocations and the work of the original. Blocks run
-    uncompiled; fusion.py models the compiler's effect. Since fake tensors are on the CPU, "auto" becomes an attention
-    backend of CUDA; cuDNN's saves the same tensors. CPU offload is off: FSDP gathers weights on the device anyway."""
+    uncompiled; fusion.py models the compiler's effect. As fake tensors are on the CPU, "auto" becomes a CUDA attention
+    backend; cuDNN's backend saves the same tensors. CPU offload is off: FSDP gathers weights on the device anyway."""
     backend = config.training.attention_backend
     if backend == "auto" and find_device(config.plan.device).kind == "gpu":
         backend = ATTENTION_BACKENDS_ON_CUDA[config.training.mixed_precision_param][0]
@@ -188,7 +188,7 @@ def _dry_run_stages(
 
 def kind_of_stage(config: Config, names: list[str]) -> tuple:
     """Return a key that is equal for stages with equal dry runs: modules other than layers, each layer's experts and
-    window, the first layer's place in the pattern of activation checkpointing. Stages with an own block all differ."""
+    window, the first layer's place in the pattern of activation checkpointing. Stages with own.block all differ."""
     layers = layers_of(names)
     if config.own.block:
         return tuple(names)
@@ -200,7 +200,7 @@ def kind_of_stage(config: Config, names: list[str]) -> tuple:
 @contextlib.contextmanager
 def process_pool(n: int, *, preload: str, single_use: bool = False) -> Iterator[ProcessPoolExecutor]:
     """Yield a pool of at most n processes, and at most one per core, that start with the module `preload` imported.
-    Each process of a single-use pool runs one of n tasks. An error or Ctrl-C in the caller kills the processes."""
+    With `single_use`, each process runs only one of n tasks. An error or Ctrl-C in the caller kills the processes."""
     workers, options = min(n, os.cpu_count() or 1), {}
     if single_use and sys.version_info >= (3, 11):
         options = {"max_tasks_per_child": 1}

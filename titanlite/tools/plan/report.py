@@ -25,7 +25,7 @@ KIND_WORDS, GROUP_NAMES = WORDS["kinds"], WORDS["groups"]
 
 
 def verdict(plan: Plan) -> tuple[bool, str]:
-    """Return whether the rank that needs the most memory fits its device, and a line that says so."""
+    """Return whether the rank that needs the most memory fits its device, and a line with the verdict."""
     worst, memory = plan.worst, plan.device.memory
     spare = (memory - worst.total) / GIB
     where = f"pipeline rank {worst.rank}" if len(plan.ranks) > 1 else "every rank"

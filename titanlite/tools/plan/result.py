@@ -16,7 +16,7 @@ rates of that group are at the ends of their ranges."""
 
 
 def range_of(seconds: float, spread: Spread) -> tuple[float, float]:
-    """Return the shortest and longest step to expect, in seconds. Groups have independent errors: add their squares."""
+    """Return the shortest and longest step to expect, in seconds. The groups' independent errors add in squares."""
     shorter, longer = (math.hypot(*(pair[end] for pair in spread.values())) for end in (0, 1))
     return seconds - shorter, seconds + longer
 
@@ -30,7 +30,7 @@ def spread_of_difference(one: Spread, other: Spread) -> tuple[float, str]:
 
 @dataclasses.dataclass(frozen=True)
 class RankPlan:
-    """The memory of a pipeline rank; all ranks with this index along pp need the same memory."""
+    """The memory of a rank. All ranks with the same pipeline rank (`rank`) need the same memory."""
 
     rank: int
     points: list[Point]  # bytes on the device at each moment of a step

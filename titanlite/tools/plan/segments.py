@@ -45,8 +45,8 @@ class FoldedStage(NamedTuple):
 
 def fold_layers(names: Sequence[str], period: int, n_first: int = 0) -> FoldedStage:
     """Remove repeated layers of a stage whose pattern repeats after `period` layers. All layers except the first two
-    and the last two are equal: FSDP all-gathers the next layer's weights and frees the previous layer's. The first
-    `n_first` layers of the model are of another kind; of the two kinds, the one with more layers is folded."""
+    and the last two have equal events: FSDP all-gathers the next layer's weights and frees the previous layer's. The
+    first `n_first` layers of the model differ from the others; only the kind with more layers is folded."""
     layers = layers_of(names)
     numbers = [int(name.split(".")[1]) for name in layers]
     first = sum(number < n_first for number in numbers)
@@ -60,7 +60,7 @@ def fold_layers(names: Sequence[str], period: int, n_first: int = 0) -> FoldedSt
 
 
 def name_kinds(segments: Sequence[Segment], *, logits: Collection[int]) -> None:
-    """Set the kind of allocations without one, from maker and phases. `logits`: possible last dimensions of logits."""
+    """Set the missing kinds of allocations, from maker and phases. `logits`: possible last dimensions of logits."""
     phase, microbatch, born, freed = "", "", {}, {}
     for segment in segments:
         name, *number = segment.mark

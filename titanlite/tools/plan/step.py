@@ -31,7 +31,7 @@ class StageCost:
         self.of_phase = functools.cache(functools.partial(self.after, None))  # returns a phase's cost on an idle device
 
     def after(self, streams: Streams | None, key: tuple) -> Cost:
-        """Return the cost of the phase `key`. `streams`: communication in flight before; None: the device is idle."""
+        """Return the cost of the phase `key` after `streams`, the communication in flight; None: the device is idle."""
         kind, accumulates = key[0], key[0] == Pass.BACKWARD and key[1] > 0
         events = (segment.events for segment in self.dry_run.phases.get(key, []))
         return self.cost_model.cost(events, streams, forward=kind == Pass.FORWARD, accumulates=accumulates)
@@ -50,8 +50,8 @@ class StageCost:
         return cost
 
     def of_update(self, *, communicates: bool = True) -> Cost:
-        """Return the cost of updating all weights of the stage. `communicates`: whether to count the update's
-        collectives with this stage, since their cost does not grow with a rank's weights or stages."""
+        """Return the cost of updating all weights of the stage. `communicates`: whether this stage counts the update's
+        collectives; one stage of a rank does, since their cost does not grow with the rank's weights or stages."""
         events = [event for segment in self.dry_run.phases[("update",)] for event in segment.events]
         cost, model = Cost(), self.cost_model
         computation = [event for event in events if not isinstance(event, Communication)]
@@ -183,7 +183,7 @@ class _PipelineRank:
         self.timeline = MemoryTimeline(config, self.persistent)
 
     def points(self, actions: list[Action]) -> list[Point]:
-        """Return the rank's memory over a step: the first accumulation step and one of the others, which are equal."""
+        """Return the rank's memory over a step: the first accumulation step, and one of the others (all equal)."""
         stages, timeline = self.stages, self.timeline
         gradients = sum(stage.gradients for stage in stages.values())
         for _ in range(min(self.config.gradient_accumulation_steps, 2)):
@@ -202,8 +202,8 @@ class _PipelineRank:
         return timeline.points
 
     def _unsent(self, action: Action) -> int:
-        """Return how many messages that an action sent stay allocated until the end of the step, when torch waits for
-        sends (under 1F1B it waits at once). Messages are input gradients, and outputs, which a backward would free."""
+        """Return how many of an action's sent messages stay allocated until the step's end, when torch waits for sends;
+        0 under 1F1B, which waits at once. Messages are input gradients, and outputs that a backward would free."""
         schedule = self.config.parallelism.pipeline_parallel_schedule
         if schedule == "1F1B":
             return 0

@@ -168,7 +168,7 @@ class Streams:
             self._free[stream] += item.copy
 
     def _overlap(self, stream: str, seconds: float, before: float) -> None:
-        """Communicate on a stream, from `before` at the earliest. Computation that was issued runs slower meanwhile.
+        """Communicate on a stream, not before the time `before`. Computation issued earlier runs slower meanwhile.
         FSDP's streams share the interconnect, so two collectives at a time take as long as one after the other."""
         shared = FSDP_STREAMS if stream in FSDP_STREAMS else {stream}
         begin = max(self.host, before, *(self._free[each] for each in shared))
