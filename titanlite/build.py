@@ -1,5 +1,5 @@
 """Build the objects of a run from its resolved config, for train.py, the planner and the parity test. Only this file
-chooses the techniques that a config asks for."""
+decides which techniques a config enables."""
 
 import functools
 import os
@@ -47,7 +47,7 @@ class Data(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The objects of a run that later builders need. Tools that do not train leave out the last three fields."""
+    """The objects of a run. Tools that do not train leave the last three fields unset."""
 
     config: Config
     layout: Layout
@@ -82,7 +82,7 @@ def parameter_sizes(config: Config) -> dict[str, int]:
 
 def build_stage(config: Config, layout: Layout, modules: Collection[str] | None, device: torch.device) -> Llama:
     """Return a stage of the named `modules` (None: all), parallelized over the mesh, on the meta device. Raises
-    ConfigError if the device lacks float8 or int8, no layer can use them, or a user's own block is wrong."""
+    ConfigError if the device lacks float8 or int8, no layer can use the enabled one, or the user's block is wrong."""
     parallelism, training = config.parallelism, config.training
     stage = meta_model(config, modules)
     config.own.prepare(stage, config.model, training, parallelism)
@@ -106,7 +106,7 @@ def build_stage(config: Config, layout: Layout, modules: Collection[str] | None,
 
 
 def build_model(config: Config, layout: Layout, device: torch.device) -> tuple[Llama, dict[int, Llama]]:
-    """Return the fields `model` and `stages` of Run, sharded and with initial weights."""
+    """Return Run's `model` and its `stages`, sharded and with initial weights."""
     schedule, degree = config.parallelism.pipeline_parallel_schedule, config.parallelism.pipeline_parallel_degree
     modules_of_stages = stage_modules(config) if degree > 1 else [None]
     ranks = rank_of_stage(schedule, degree, len(modules_of_stages))
@@ -199,7 +199,7 @@ def build_balance(config: Config, model: Llama, device: torch.device) -> Balance
 def build_optimizer(
     config: Config, model: Llama, stages: Collection[Llama] = (), layout: Layout | None = None
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of a model. `stages`: stages whose weights FSDP gathers. Every rank must call it."""
+    """Return the optimizer of a model. `stages`: the stages to which FSDP is applied. Every rank must call it."""
     build = config.own.optimizer or functools.partial(optimizer_for, mesh=layout.mesh if layout else None)
     optimizer = build(model, config.optimizer)
     if stages and config.float8.precompute_float8_dynamic_scale_for_fsdp:
@@ -235,8 +235,8 @@ def optimizer_for(model: Llama, section: Optimizer, mesh: DeviceMesh | None = No
 
 
 def build_data(config: Config, *, builds_cache: bool) -> Data:
-    """Return the training and validation sequences. Without a token cache, the ranks with `builds_cache`, one per node,
-    tokenize the dataset. Raises ConfigError if data is unreadable, differs between ranks or does not fit the model."""
+    """Return the training and validation sequences. Without a token cache, one rank per node (`builds_cache`) tokenizes
+    the dataset. Raises ConfigError if data is unreadable, differs between ranks or does not fit the model."""
     if config.own.data:
         from titanlite.techniques.data.own import open_own
 

@@ -1,5 +1,5 @@
 """Build the model that the [model] options ask for: choose latent attention, norms over all heads, attention sinks and
-experts. These functions are not in build.py, since modules that build.py imports need them to know a model's shapes."""
+experts. They are not in build.py, to avoid an import cycle: modules that build.py imports need a model's shapes."""
 
 from collections.abc import Callable, Collection
 
@@ -13,13 +13,13 @@ from titanlite.model import Attention, Block, FeedForward, Llama
 def build_llama(
     model: Model, *, max_seq_len: int, modules: Collection[str] | None = None, block: Callable[..., Block] | None = None
 ) -> Llama:
-    """Build a model on the meta device. `modules`: as for Llama; `block`: a function that replaces build_block."""
+    """Build a model on the meta device. `modules`: names (None: all); `block`: a function in place of build_block."""
     with torch.device("meta"):
         return Llama(model, block or build_block, max_seq_len=max_seq_len, modules=modules)
 
 
 def build_block(model: Model, layer: int) -> Block:
-    """Build the block of a layer by its number. This function imports techniques only if used: few models need them."""
+    """Build the block of a layer by its number. A technique is imported only if the model uses it."""
     attention: nn.Module
     if model.mla.kv_lora_rank:
         from titanlite.techniques.latent_attention_tensor import ShardableLatentAttention

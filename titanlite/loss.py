@@ -1,4 +1,4 @@
-"""The cross-entropy loss: vocabulary-parallel (loss parallel), and chunked so that few logits exist at a time.
+"""The cross-entropy loss. It can be vocabulary-parallel (loss parallel) and chunked (few logits exist at a time).
 
 Training, validation and logging divide the sum of token losses by the number of valid tokens of the global batch. So
 every valid token has the same weight for any number of ranks, accumulation steps and padding tokens. Shapes: N tokens,
@@ -141,7 +141,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return gradient * factor, on CUDA in one pass over memory. `gradient` stays unchanged, since a zero-bubble
-    schedule runs the backward twice. The factor, 1 / number of valid tokens, is not rounded."""
+    schedule runs the backward twice. The factor, 1 / number of valid tokens, stays in float32 or wider."""
     wide = torch.promote_types(gradient.dtype, torch.float32)
     return torch.mul(gradient.to(wide), factor.to(wide), out=torch.empty_like(gradient, dtype=dtype))
 

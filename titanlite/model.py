@@ -25,15 +25,15 @@ from titanlite.rope import apply_rotary_emb, rope_table
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Documents:
-    """Tells which tokens of a packed sequence belong to the same document: a token attends only within its document. As
-    an object of this class, the tensor is not moved to the device by fully_shard: attention reads it on the host."""
+    """Tells which tokens of a packed sequence belong to the same document: a token attends only within its document.
+    fully_shard moves tensors to the device, but not an object of this class: attention reads it on the host."""
 
     positions_BT: Tensor
     """Position of each token in its document, int64 in host memory."""
 
 
 class ScaledDotProductAttention(nn.Module):
-    """Computes causal softmax(q k^T / sqrt K) v over the last `window` tokens (0: all). Alternative: TiledAttention."""
+    """Computes causal softmax(q k^T / sqrt K) v over the last `window` tokens (0: all). See also TiledAttention."""
 
     def __init__(self, window: int = 0):
         super().__init__()
@@ -129,7 +129,7 @@ class FeedForward(nn.Module):
 
 class Block(nn.Module):
     """A layer of two sublayers: Attention and FeedForward, or modules in their place. Norms stand before the sublayers,
-    after them, or both. `styles`: tensor-parallel styles, by name, of modules that the user has added to a block."""
+    after them, or both. `styles`: tensor-parallel styles of modules that the user has added, by module name."""
 
     styles: Mapping[str, Any] = {}
 
@@ -203,7 +203,7 @@ class Llama(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """If embeddings are tied, let the output head use the embedding's weight. Repeat after replacing weights."""
+        """If embeddings are tied, let the output head use the embedding's weight. Repeat if a weight is replaced."""
         if self.tied:
             self.output.weight = self.tok_embeddings.weight
 
@@ -225,10 +225,9 @@ class Llama(nn.Module):
         targets: Tensor | None = None,
     ) -> Tensor:
         """Return logits [B, T, V], or the loss if there are targets; from a stage without output head, return [N, D].
-        `tokens`: [B, T] token ids; in a stage without embedding, the input [N, D] of its first layer. `positions`: [T]
-        or [B, T], the position of each token for the rotary embedding; None: 0 .. T-1, where T is max_seq_len in a
-        stage without embedding. `documents` None: a sequence is one document. `targets`: [B, T] token ids; -100: no
-        loss."""
+        `tokens`: [B, T] token ids; in a stage without embedding, hidden states [N, D] instead. `positions`: [T] or [B,
+        T], the position of each token for the rotary embedding; None: 0 to T - 1, with max_seq_len as T in a stage
+        without embedding. `documents` None: a sequence is one document. `targets`: [B, T] token ids; -100: no loss."""
         length = self.max_seq_len if self.tok_embeddings is None else tokens.shape[1]
         ropes = (self.rope[:, :length] if positions is None else self.rope[:, positions]).unbind()
         x_ND = tokens if self.tok_embeddings is None else self.embed(tokens, positions)

@@ -1,4 +1,4 @@
-"""The program that each rank of `titanlite train` runs. train.py in a clone runs it under torchrun."""
+"""The program that each rank of `titanlite train` runs. In a clone of the repository, train.py runs it for torchrun."""
 
 import sys
 

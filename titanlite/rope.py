@@ -14,9 +14,9 @@ def rope_frequencies(model: Model, length: int) -> Tensor:
 
     A rope_scaling_factor > 1 stretches wavelengths. "linear" stretches all. "llama3" stretches wavelengths above
     rope_original_seq_len / rope_low_freq_factor, keeps wavelengths below rope_original_seq_len / rope_high_freq_factor,
-    and blends between (Llama 3.1 model card and reference code). "yarn" (arXiv:2309.00071) is "llama3" with the factors
-    rope_beta_slow and rope_beta_fast, but blends by a pair's index, not its wavelength. "longrope" (arXiv:2402.13753)
-    has two factors for each pair, one of them for a `length` above rope_original_seq_len."""
+    and blends between (Llama 3.1 model card and reference code). "yarn" (arXiv:2309.00071) is as "llama3" with
+    rope_beta_slow and rope_beta_fast as the two factors, but it blends by a pair's index, not its wavelength.
+    "longrope" (arXiv:2402.13753) has two factors per pair, for a `length` up to and above rope_original_seq_len."""
     dim, scaling = model.rope_dim, model.rope_scaling_factor
     frequency = model.rope_theta ** -(torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim)
     if scaling == 1:

@@ -17,8 +17,8 @@ from titanlite.parallel.shards import local_shard
 
 
 def hash_of_base(place: str) -> str:
-    """Return a hash of the weights in a folder: for a checkpoint, a hash of the manifest; for a Hugging Face folder, a
-    hash of the files (of large files, a hash of samples). Raises ConfigError if there is no such folder."""
+    """Return a hash of the weights in a folder. A checkpoint's manifest is hashed; of a Hugging Face folder, the files
+    are hashed (of a large file, samples of its bytes). Raises ConfigError if there is no such folder."""
     if place == SEEDED:
         return SEEDED
     path = Path(place)
@@ -76,8 +76,8 @@ def adapters_of(reader: CheckpointReader, lora: Lora, shapes: Mapping[str, torch
 
 @torch.no_grad()
 def merge(reader: CheckpointReader, model: nn.Module) -> None:
-    """Merge a checkpoint's LoRA adapters into this rank's shards of the base weights: W + alpha / rank B A, rounded
-    once. The base weights are first cast to lora.base_dtype, as in training."""
+    """Merge a checkpoint's LoRA adapters into this rank's shards of the base weights: W + (lora.alpha / lora.rank) B A,
+    rounded once. The base weights are first cast to lora.base_dtype, as in training."""
     from titanlite.hf.load import local_indices  # imported here: hf/ imports checkpoint/
 
     lora, dtype, parameters = lora_of(reader), dtype_of(reader), dict(model.named_parameters())

@@ -14,9 +14,9 @@ OF_DATA += ("training.long", "training.streaming", "validation.dataset", "valida
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> str:
-    """Return a line with the options that differ between a checkpoint (`old`) and this run (`new`) and, if the schedule
-    differs, the learning rates of `step` under `old` and of the next step under `new`. Raises ConfigError if the
-    checkpoint's options are not valid."""
+    """Return a line with the options that differ between a checkpoint (`old`) and this run (`new`). If the
+    learning-rate schedules differ, add the learning rates of `step` (`old`) and of the next step (`new`). Raises
+    ConfigError if the checkpoint's options are not valid."""
     line = f"changed since the checkpoint: {listed(old, new)}"
     if any(key == "optimizer.lr" or key.startswith("lr_scheduler.") for key in differences(old, new)):
         before, last = learning_rate(old, step), new["lr_scheduler.total_steps"]
@@ -26,13 +26,13 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> str:
 
 
 def listed(old: Mapping[str, Any], new: Mapping[str, Any], begins: tuple[str, ...] = ("",)) -> str:
-    """Return the options whose names begin with one of `begins` and whose values differ, with both values."""
+    """Return the options whose names have a prefix in `begins` and whose values differ, with both values."""
     changed = {key: values for key, values in differences(old, new).items() if key.startswith(begins)}
     return ", ".join(f"{key} {shown(before)} -> {shown(after)}" for key, (before, after) in changed.items())
 
 
 def learning_rate(options: Mapping[str, Any], step: int) -> float:
-    """Return the learning rate of a step under the options of a run, by full names such as "optimizer.lr"."""
+    """Return the learning rate of a step. `options`: a run's options by full name, such as "optimizer.lr"."""
     sections: list[Any] = []
     for name, kind in (("optimizer", Optimizer), ("lr_scheduler", LRScheduler)):
         values = {key: options[f"{name}.{key}"] for key in kind.model_fields if f"{name}.{key}" in options}

@@ -55,8 +55,8 @@ class NotSavedError(TrainingError):
 class Checkpointer(NoCheckpoints):
     """Saves and resumes the checkpoints of a run. Every rank must make the same calls. checkpoint.folder is relative to
     `dump_folder`. An "async" save returns once the state is copied to host memory. `identity`, plain JSON, contains the
-    seed, the data and the model's dimensions; a resumed run must have the identity of the run that saved, except for
-    the keys in `may_differ`. `config` is saved with each step."""
+    seed, the data and the model's dimensions; a resumed run must have the same, except for the keys in `may_differ`.
+    `config` is saved with each step."""
 
     def __init__(
         self,
@@ -111,8 +111,8 @@ class Checkpointer(NoCheckpoints):
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         """Load the newest checkpoint into model and optimizer, and random states if the number of ranks is the same.
         Return the `state` that was passed to `save`, with the key `step`; None without a checkpoint. Raises ConfigError
-        if load_step is not the newest step, the identity differs, or the checkpoint (with on_corrupt = "previous":
-        every one) is damaged."""
+        if load_step is not the newest step, the identity differs, or the checkpoint is damaged (with on_corrupt =
+        "previous": if every checkpoint is)."""
         names = self._from_rank0(self._names.to_resume)  # ranks may see different names on a network disk
         steps = [state_of(Path(name))[0] for name in names]
         if self.checkpoint.load_step not in (-1, *steps[-1:]):
@@ -149,7 +149,7 @@ class Checkpointer(NoCheckpoints):
         is_last: bool = True,
     ) -> None:
         """Wait for the previous asynchronous save, then save a step. `state`: plain JSON, the same on every rank.
-        Raises TrainingError if one of these two saves fails and checkpoint.on_error is "fail" or the step `is_last`."""
+        Raises TrainingError if either save fails, and checkpoint.on_error is "fail" or `is_last` is true."""
         self.finish()
         with self._stops_training(), self._tolerated(step, is_last):
             with self._saves(step):
@@ -189,7 +189,7 @@ class Checkpointer(NoCheckpoints):
 
     def _write(self, step: int, slices: tensors.Slices, state: bytes) -> None:
         """Write this rank's file. After all ranks have written their files, rank 0 writes state.json and the manifest,
-        and renames the folder. An asynchronous save is then complete, even if the training fails."""
+        and renames the folder. So an asynchronous save completes even if the training fails meanwhile."""
         rank, stored, folder = dist.get_rank(), None, self.folder / f"step-{step}{TEMPORARY}"
         file = folder / f"rank-{rank:05d}.safetensors"
         with self._saves(step):
@@ -253,7 +253,7 @@ class Checkpointer(NoCheckpoints):
 
     @contextlib.contextmanager
     def finished_on_error(self) -> Iterator[None]:
-        """If the body raises, finish an asynchronous save before the run ends. [comm] limits this wait."""
+        """If the `with` body raises, finish an asynchronous save before the run ends, within the timeout in [comm]."""
         try:
             yield
         except Exception:
@@ -294,7 +294,7 @@ class Checkpointer(NoCheckpoints):
 
     def confirm_last(self, step: int, loss: float, *, may_fail: bool) -> None:
         """Confirm the checkpoint of a run's last step if `loss`, computed with the checkpoint's weights, is finite.
-        Otherwise raise TrainingError, unless the config allows one more non-finite step (`may_fail`)."""
+        Otherwise raise TrainingError, unless `may_fail`: the run may have another non-finite step."""
         if math.isfinite(loss):
             self.confirm(step + 1)
         elif not may_fail:
@@ -320,7 +320,7 @@ class Checkpointer(NoCheckpoints):
         return "; ".join([*words, f"{newest}, and the next start {begins}"])
 
     def _from_rank0(self, call: Callable[[], Any]) -> Any:
-        """Call `call` on rank 0 and return its result on every rank, since ranks may see the folder differently."""
+        """Call a function on rank 0 and return its result on every rank, since ranks may see the folder differently."""
         result = [call() if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(result, group=self.group)
         return result[0]
@@ -332,7 +332,7 @@ class Checkpointer(NoCheckpoints):
 
     @contextlib.contextmanager
     def _tolerated(self, step: int, is_last: bool) -> Iterator[None]:
-        """If the body cannot write a checkpoint, free its disk space, and raise or continue by checkpoint.on_error."""
+        """If the `with` body cannot write a checkpoint, free its space; raise if `is_last` or on_error = "fail"."""
         try:
             yield
         except NotSavedError as error:

@@ -35,8 +35,8 @@ def run(
     merge: bool = False,
     verifies: bool = False,
 ) -> None:
-    """Export a checkpoint and print what was written. `verifies`: the caller will verify the exported folder. Raises
-    ConfigError if the checkpoint cannot be exported."""
+    """Export a checkpoint and print what was written. `verifies`: reject an export of adapters only, which --verify
+    cannot verify. Raises ConfigError if the checkpoint cannot be exported."""
     from titanlite.hf.export import export  # imported here: hf/ imports checkpoint/
     from titanlite.hf.load import HF_DTYPES
     from titanlite.hf.peft import export_adapters
@@ -92,7 +92,7 @@ def _tokenizer(assets: str, vocab_size: int, max_seq_len: int) -> tuple[int | No
 
 
 def _merged(path: Path, options: Model, dtype: torch.dtype) -> Any:
-    """Return a reader of the weights with a checkpoint's LoRA adapters merged, all in host memory."""
+    """Return a reader of a checkpoint's weights, merged with its LoRA adapters in host memory."""
     model = build_llama(options, max_seq_len=1).to(dtype)
     model.materialize(torch.device("cpu"))
     load_weights(path, model, options)

@@ -34,7 +34,7 @@ def tokenizer_files(tokenizer: Tokenizer, max_seq_len: int) -> dict[str, bytes]:
 
 
 def class_of(tokenizer: Tokenizer) -> str:
-    """Return the name of a tokenizer's class that transformers 4 and 5 both have."""
+    """Return a class name for a tokenizer that both transformers 4 and transformers 5 know."""
     name = type(tokenizer.loaded).__name__  # type: ignore[attr-defined]
     return "PreTrainedTokenizerFast" if name == "TokenizersBackend" else name
 

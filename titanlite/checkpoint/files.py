@@ -25,8 +25,8 @@ def write_file(
     read: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor,
 ) -> Stored:
     """Write slices of tensors, each with its offset in the full tensor and the full tensor's shape, on any device.
-    Return the file's entry for the manifest. Slices are copied to host memory one at a time. `read` returns the content
-    of a slice whose tensor is on the meta device. Raises OSError if the file cannot be written."""
+    Return the file's entry for the manifest. Slices are copied to host memory one at a time. `read` returns the data of
+    a slice on the meta device. Raises OSError if the file cannot be written."""
     entries, slices = {}, {}
     for name, (tensor, offset, shape) in tensors.items():
         dtype = DTYPE_NAMES[tensor.dtype]
@@ -87,7 +87,7 @@ class CheckedFile:
         return self._begin + begin, self._begin + end, stored
 
     def read_into(self, target: Tensor, name: str, wanted: Slice) -> None:
-        """Copy the elements of the slice `wanted` that this file has into `target`, the tensor of that slice."""
+        """Copy into `target`, the tensor of the slice `wanted`, those of its elements that this file has."""
         begin, end, stored = self._places[name]
         part = stored.overlap(wanted)
         target = target[part.inside(wanted)]

@@ -35,13 +35,13 @@ SET_ASIDE = {
 
 def state_of(path: Path) -> tuple[int, str] | None:
     """Return the step and the suffix of a checkpoint's folder, such as (200, ".unconfirmed"); the suffix of a good
-    checkpoint is "". Return None for other names. A number behind the suffix, as in .damaged2, is ignored."""
+    checkpoint is "". Return None for other names. A number after the suffix, such as 2 in .damaged2, is ignored."""
     match = re.fullmatch(r"step-(\d+)((?:\.[a-z]+)*)\d*", path.name, re.ASCII)
     return (int(match[1]), match[2]) if match else None
 
 
 def why_not_read(path: Path) -> str:
-    """Return the reason why a checkpoint's folder is not read, for an error message; "" if the name gives no reason."""
+    """Return why a checkpoint's folder is not read, for an error message; "" if the name does not tell why."""
     state = state_of(path)
     reason = SET_ASIDE.get(state[1], "it is not complete" if state[1].endswith(TEMPORARY) else "") if state else ""
     return f"; {reason}; rename it to step-{state[0]} to read it all the same" if reason and path.is_dir() else ""
@@ -58,7 +58,7 @@ def complete_steps(folder: Path) -> list[int]:
 
 
 def _remove(path: Path) -> None:
-    """Delete a folder. Of a symbolic link, delete only the link, since its target is not this run's."""
+    """Delete a folder. If it is a symbolic link, delete only the link: the target is not this run's."""
     if path.is_symlink():
         path.unlink()
     else:
@@ -100,13 +100,13 @@ class CheckpointFolder:
         return path
 
     def to_resume(self) -> list[str]:
-        """Return the names of good and unconfirmed checkpoints by step; of one step, the good checkpoint is last."""
+        """Return the names of good and unconfirmed checkpoints by step; if a step has both, good is last."""
         paths = checkpoints(self._path, "", UNCONFIRMED)
         return [path.name for path in sorted(paths, key=lambda path: (state_of(path)[0], path.suffix != UNCONFIRMED))]
 
     def create(self, step: int) -> Path:
         """Create the empty folder into which a checkpoint is written. Good checkpoints beyond the newest keep_latest_k
-        are deleted first: a user may have lowered keep_latest_k after the disk was full."""
+        are deleted first: after a full disk, a user may have lowered keep_latest_k to free space."""
         self._delete_oldest("")
         self.close()
         path = self.named(step, TEMPORARY)
@@ -139,7 +139,7 @@ class CheckpointFolder:
         return target.name
 
     def delete_set_aside(self, suffix: str) -> None:
-        """Delete checkpoints that an earlier failure has set aside, since repeated failures would fill the disk."""
+        """Delete checkpoints that earlier failures have renamed to `suffix`, since many would fill the disk."""
         for path in checkpoints(self.path, suffix):
             self._delete(path)
 
@@ -163,7 +163,7 @@ class CheckpointFolder:
             self._delete(path)
 
     def _delete(self, path: Path) -> None:
-        """Rename a checkpoint, so that it no longer counts as complete, and delete its files in the background."""
+        """Rename a checkpoint to NAME.old.tmp, which is never read, and delete its files in the background."""
         renamed = path.rename(path.with_name(f"{path.name}.old{TEMPORARY}"))
         thread = threading.Thread(target=_remove, args=(renamed,), name="delete checkpoint")
         thread.start()

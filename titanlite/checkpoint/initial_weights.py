@@ -62,8 +62,8 @@ def is_hugging_face(path: Path) -> bool:
 
 
 def step_folders(folder: Path, *suffixes: str) -> list[Path]:
-    """Return the folder itself if it is a checkpoint, otherwise the checkpoints in it or in its folder `checkpoint`,
-    oldest first: good checkpoints, or checkpoints with one of `suffixes`. Raises ConfigError if there is none."""
+    """Return the folder itself if it is a checkpoint. Otherwise return the checkpoints in it or in its folder
+    `checkpoint`, oldest first; without `suffixes`, only good ones. Raises ConfigError if there is none."""
     state = state_of(folder)
     if state and state[1] in ("", UNCONFIRMED) and folder.is_dir():
         return [folder]

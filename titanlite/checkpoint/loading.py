@@ -108,9 +108,9 @@ def load_tensors(
     group: dist.ProcessGroup | None = None,
     timeout: float = 0,
 ) -> list[str]:
-    """Fill this rank's shards of tensors and its random states (`generators`). All ranks' tensors together must be the
-    checkpoint's tensors whose names begin with one of `prefixes`. Return a line for each problem on any rank. With a
-    group, a rank may read for any time, but must read at least a byte in `timeout` seconds."""
+    """Fill this rank's shards of tensors and its random states (`generators`). The tensors of all ranks together must
+    be all tensors of the checkpoint with one of the name `prefixes`. Return a line for each problem on any rank. If
+    `group` is given, reading has no time limit, but a rank must read at least one byte every `timeout` seconds."""
     saved = {name for name in reader.shapes if name.startswith(prefixes)}
     own = torch.tensor(sum(is_on_first_rank(name, tensors) for name in tensors))
     if dist.is_initialized():
@@ -139,7 +139,7 @@ def _value(key: str, identity: Mapping[str, Any]) -> str:
 
 
 def _with_optimizer(identity: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Add to a run's identity the kinds of optimizer states in the run's checkpoints, if the run's config is known."""
+    """Add to a run's identity which optimizer states its checkpoints contain, if `config` names the optimizer."""
     name, ema = config.get("optimizer.name"), "above 0" if config.get("ema.decay") else "0"
     states = {"optimizer.name": "Muon" if name == "Muon" else "Adam or AdamW", "ema.decay": ema}
     return identity | (states if name else {})

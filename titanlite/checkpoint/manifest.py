@@ -36,7 +36,7 @@ LARGEST_GRID = 10_000_000
 
 
 class FileEntry(Record):
-    """A file's properties: its size in bytes, and the checksum of a safetensors file's header or of a JSON file."""
+    """A file's size in bytes and its checksum: of a safetensors file's header, or of all bytes of a JSON file."""
 
     bytes: Int63
     xxh3_64: Checksum
@@ -95,7 +95,7 @@ class Manifest(Record):
 
 
 class Stored(NamedTuple):
-    """The content of one safetensors file, which the writing rank reports to rank 0."""
+    """A description of one safetensors file, which the writing rank sends to rank 0."""
 
     entry: FileEntry
     slices: dict[tuple[str, tuple[int, ...], Slice], list[str]]
@@ -103,7 +103,7 @@ class Stored(NamedTuple):
 
 
 def build_manifest(files: Mapping[str, Stored], state: bytes) -> bytes:
-    """Return manifest.json for a checkpoint that consists of safetensors `files` and `state`, its state.json."""
+    """Return manifest.json for a checkpoint of the safetensors `files` and a state.json with the content `state`."""
     layouts: dict[tuple[int, int, Slice], int] = {}  # (number of the layout's prefix, file, last slice) -> its number
     layout_of: dict[str, int] = {}
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}

@@ -39,8 +39,8 @@ def with_all_ranks(
     work: Callable[[], Any], n_done: Callable[[], int], description: str, *, group: dist.ProcessGroup, timeout: float
 ) -> Any:
     """Run `work`, which reads or writes this rank's files, in a thread, and return its result when all ranks are done.
-    Ranks need very different times, so they tell each other at short intervals whether they are done: only a dead rank
-    exceeds the group's timeout. Raises TrainingError if `n_done()`, in bytes, stays the same for `timeout` seconds."""
+    At short intervals, an all-reduce tells whether all ranks are done, so that a slow rank does not exceed the group's
+    timeout. Raises TrainingError if `n_done()`, the number of finished bytes, stays the same for `timeout` seconds."""
     thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint files")
     future = thread.submit(work)
     thread.shutdown(wait=False)

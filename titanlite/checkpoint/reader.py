@@ -19,7 +19,7 @@ from titanlite.parallel.shards import Slice, shard_slice
 
 
 class _State(Record, extra="allow"):
-    """The content of state.json. The loader parses `data`. Other keys are parsed by the objects that saved them."""
+    """The content of state.json. The data loader parses `data`, and other objects the extra keys that they saved."""
 
     step: int = Field(ge=1)
     identity: dict[str, int | float | bool | str | list[Any]]

@@ -1,4 +1,4 @@
-"""The state of a run that a checkpoint stores, and the stand-in for a run without checkpoints."""
+"""The state of a run that a checkpoint stores, and the substitute for Checkpointer in a run without checkpoints."""
 
 import contextlib
 from collections.abc import Callable, Mapping

@@ -44,8 +44,8 @@ def _replica(tensor: DTensor) -> int:
 
 
 def is_on_first_rank(name: str, tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether this rank is the first of the ranks that have a tensor or its shards. A plain scalar, such as an
-    optimizer's step count, counts as being on its parameter's ranks."""
+    """Return whether this rank is the first of the ranks that have a tensor or its shards. An optimizer's plain scalar,
+    such as a step count, belongs to the ranks of its parameter."""
     if name.startswith("optimizer."):
         name = "model." + name.removeprefix("optimizer.state.").rpartition(".")[0]
     tensor = tensors[name]
@@ -54,7 +54,7 @@ def is_on_first_rank(name: str, tensors: Mapping[str, Tensor]) -> bool:
 
 def model_tensors(model: nn.Module, *, of_base: bool = False) -> dict[str, Tensor]:
     """Return the tensors of a model that a checkpoint stores: all tensors or, if the model has LoRA adapters, the
-    adapters only. `of_base`: return all tensors except adapters."""
+    adapters only. `of_base`: return the base model's tensors, all except adapters."""
     tensors = named_tensors(model)
     adapters = {name for name in tensors if name.endswith(LORA_FACTORS)}
     stored = tensors.keys() - adapters if of_base else adapters or tensors.keys()
@@ -76,8 +76,8 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the optimizer states; a state's name is "optimizer." and DCP's flat name. Before the first step, create
-    the states. Learning rates and betas are left out: a resumed run takes them from its config."""
+    """Return the optimizer states; a state's name is "optimizer." and its key in DCP's flattened state dict. Before the
+    first step, create the states. Learning rates and betas are left out: a resumed run takes them from its config."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict  # import takes 0.5 s
 
     state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
@@ -85,8 +85,8 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def dequantized(state: Tensor) -> Tensor:
-    """Return a quantized optimizer state in float32, since each scale belongs to a block of a shard, and another layout
-    has other shards. Return any other state unchanged."""
+    """Return an optimizer state in float32 if it is quantized, otherwise unchanged. Quantization blocks are parts of a
+    rank's shard, so quantized states would not fit another layout."""
     if type(local := local_shard(state)) is Tensor:
         return state
     wide = local.dequantize().to(torch.float32)
@@ -97,14 +97,14 @@ def dequantized(state: Tensor) -> Tensor:
 
 
 def load_quantized(state: Tensor, values: Tensor, store: Callable[..., None], *, is_square: bool) -> None:
-    """Quantize `values`, loaded in float32, into this rank's shard of a quantized optimizer state by `store`, the
-    optimizer's function. `is_square`: the state is exp_avg_sq, not exp_avg."""
+    """Quantize `values`, float32, and write them into this rank's shard of an optimizer state. `store` is the
+    optimizer's quantizing function. `is_square`: the state is exp_avg_sq, not exp_avg."""
     values = local_shard(values)
     store(local_shard(state), values, torch.tensor(True, device=values.device), is_square=is_square)
 
 
 def random_states() -> dict[str, Tensor]:
-    """Return the states of this rank's random generators, by names with the rank's number."""
+    """Return the states of this rank's random generators, by names that contain the rank's number."""
     rank = dist.get_rank()
     states = {f"random.cpu.{rank}": torch.get_rng_state()}
     if torch.cuda.is_available():

@@ -9,7 +9,7 @@ from titanlite.config.loader import Section, show, table_of
 
 
 def options_by_key(config: Section, *, without: str = "", prefix: str = "") -> dict[str, Any]:
-    """Return options by `section.key` (in tables `section.key.N.name`), except options with `without` in their type."""
+    """Return options by `section.key`, or `section.key.N.name` for tables, except options annotated with `without`."""
     options: dict[str, Any] = {}
     for name, field in type(config).model_fields.items():
         key, value = f"{prefix}{name}", getattr(config, name)
@@ -29,6 +29,6 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tup
 
 
 def shown(value: Any) -> str:
-    """Return a value in TOML syntax; more than 100 characters are cut, and a hash of the full text is appended."""
+    """Return a value in TOML syntax. A text over 100 characters is cut, and a hash of the full text is appended."""
     text = "unset" if value is None else show(value)
     return text if len(text) <= 100 else f"{text[:97]}... ({xxhash.xxh3_64_hexdigest(text.encode())[:8]})"

@@ -61,7 +61,7 @@ def count_from_environment(environment: Mapping[str, str], name: str, least: int
 
 def raise_open_file_limit(connections: int = 0) -> None:
     """Raise the limit on open files to the hard limit. Raises ConfigError if the hard limit is too low, since torch
-    would wait forever. `connections` is the number of sockets that this process needs."""
+    would hang. `connections` is the number of sockets that this process needs."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # macOS rejects the infinite hard limit that it reports
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -111,7 +111,7 @@ def check(loaded: LoadedConfig[Config], launch: Launch) -> Config:
 
 
 def _shard_degree(config: Config, world_size: int, reject: Rejections) -> int:
-    """Return the degree of FSDP, computed for -1. Reject degrees whose product is not the world size."""
+    """Return the degree of FSDP; -1 becomes the one that fits. Reject degrees whose product is not the world size."""
     shard, product = config.parallelism.data_parallel_shard_degree, config.parallelism.ranks_per_shard
     names = {PIPELINE: "pipeline", REPLICATE: "replicate", CONTEXT: "context", TENSOR: "tensor"}
     degrees = {key: f"{name} {value_of(config, key)}" for key, name in names.items() if value_of(config, key) > 1}
@@ -153,8 +153,8 @@ def resolve(config: Config, shard_degree: int, *, on_cuda: bool) -> Config:
 
 
 def resolve_epochs(config: Config, sequences: Any = None) -> Config:
-    """Return a resolved config with training.epochs, if set, converted to steps (`sequences.n_sequences` per epoch),
-    and with the lengths of schedule and warmup. Raises ConfigError if the epochs give too few or too many steps."""
+    """Return a config with training.epochs, if set, converted to steps (an epoch: `sequences.n_sequences`), and lengths
+    of learning-rate schedule and warmup. Raises ConfigError if the epochs give too few or too many steps."""
     training, lr_scheduler, steps = config.training, config.lr_scheduler, config.training.steps
     if training.epochs:
         least = config.ema.start_step if config.ema.decay else 1
@@ -202,8 +202,8 @@ def _attention_backend(config: Config, param: str, on_cuda: bool) -> str:
 
 
 def loss_chunks(tokens: int, vocabulary: float) -> int:
-    """Return the number of chunks into which the loss splits `tokens` tokens, each with at most 2 GiB of float32
-    logits. Equal chunks save a compilation, so up to twice the least number is chosen. `vocabulary`: a rank's share."""
+    """Return into how many chunks the loss splits `tokens` tokens, so that each has at most 2 GiB of float32 logits.
+    Equal chunks need one compilation, so up to twice the least number is chosen. `vocabulary`: rank's part."""
     least = math.ceil(tokens * vocabulary * 4 / 2**31)
     return next((n for n in range(least, 2 * least) if tokens % n == 0), least)
 

@@ -66,7 +66,7 @@ Place = tuple[str | int, ...]
 
 class ConfigError(Exception):
     """The config or the launch is wrong; `problems` has one line per problem. `loaded` is the LoadedConfig with
-    defaults in place of wrong values, or None."""
+    defaults in place of wrong values, None if there is none."""
 
     def __init__(self, problems: list[str], loaded: Any = None):
         super().__init__("\n".join(problems))
@@ -118,7 +118,7 @@ class LoadedConfig(Generic[Options]):
     origins: dict[str, str]  # config file's name or COMMAND_LINE, for each `section.key` that was set
 
     def lines(self, rejections: Rejections, ignored: set[str] = frozenset()) -> list[str]:
-        """Return one line per rejection, except rejections by rules that read a key in `ignored`."""
+        """Return a line per rejection. If a rule has read a key in `ignored`, its rejection is left out."""
         lines = []
         for key, message, reads in rejections:
             if not ignored & reads:
@@ -140,8 +140,8 @@ def value_of(config: Section, key: str) -> Any:
 
 def load(kind: type[Options], argv: list[str], *, usage: str, rules: Rules) -> LoadedConfig:
     """Read a config (see `find_config`) and its `--section.key=value` overrides into an instance of `kind`. A bare
-    `--section.key` means true, and `--section.key value` is accepted. `rules` takes the config and the keys whose value
-    is not the default. Raises ConfigError with every problem."""
+    `--section.key` means true, and `--section.key value` is accepted. `rules`: a function of the config and the set of
+    keys with other values than the defaults. Raises ConfigError with every problem."""
     argv = _with_values(kind, argv)
     names = [argument for argument in argv if not argument.startswith("-")]
     options = [argument for argument in argv if argument.startswith("-")]
@@ -220,8 +220,8 @@ def read_toml(file: str) -> dict[str, Any]:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse TOML. Raises ValueError or RecursionError if the text is invalid or nested deeper than DEEPEST, since
-    tomllib's time grows with the square of a dotted key's parts."""
+    """Parse TOML. Raises ValueError or RecursionError if the text is invalid or nested deeper than DEEPEST. In dotted
+    keys, the limit bounds tomllib's time, which grows with the square of their parts."""
 
     def depth(value: Any) -> int:
         inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -272,7 +272,7 @@ def _override(kind: type[Section], arguments: list[str], values: dict[str, Any],
 
 
 def _parse(text: str, option: Any) -> Any:
-    """Parse an argument as TOML; keep the text if it is no TOML, or if a string option would get no string."""
+    """Parse an argument as TOML. Return its text if it is not TOML, or not a string although the option is."""
     with contextlib.suppress(ValueError, RecursionError):
         parsed = parse_toml(f"value = {text}")
         value = parsed["value"]
@@ -285,7 +285,7 @@ def _validate(
     kind: type[Options], values: dict[str, Any], file: str, origins: dict[str, str]
 ) -> tuple[Options, set[str], list[str]]:
     """Return the options with defaults in place of bad values, the keys of bad values, and an error line per bad value.
-    If only an option derived from other options is bad, all options get defaults, and all keys count as bad."""
+    If the only bad option is derived from others, all options get defaults, and all keys count as bad."""
     good, lines, bad_keys = copy.deepcopy(values), dict[Place, str](), set[str]()
     while True:
         try:
@@ -313,8 +313,8 @@ def _is_set(values: Any, place: Place) -> bool:
 
 
 def _place(kind: type[Section], loc: Place) -> tuple[Place, type[Section], Any]:
-    """Return the path in a pydantic error's location, without the list items and union branches that pydantic appends;
-    the section that has the path's last key; and this key's field, None for an unknown key."""
+    """Return the path to the option of a pydantic error's location (without appended list items and union branches),
+    the section that contains the option, and the option's field (None for an unknown key)."""
     inner: type[Section] | None = kind
     for number, name in enumerate(loc):
         if isinstance(name, str) and inner:
@@ -372,7 +372,7 @@ ANSWERS = {"metrics.enable_wandb": "examples/follow_metrics.py passes metrics.js
 
 
 def _hint(kind: type[Section], section: str, key: str = "") -> str:
-    """Return a hint at a similar section or key, a key that contains the word, or another section that has the key."""
+    """Return a hint for a wrong section or key: a similar name, a key with the word, or the key in another section."""
     if f"{section}.{key}" in ANSWERS:
         return f"; {ANSWERS[f'{section}.{key}']}"
     keys = [option.rpartition(".")[::2] for option in options_of(kind)]
@@ -385,8 +385,8 @@ def _hint(kind: type[Section], section: str, key: str = "") -> str:
 
 
 def did_you_mean(value: Any, choices: Iterable[str]) -> str:
-    """Return a hint at the choice whose spelling is closest to `value`, if their first letter and digits agree (relu is
-    no misspelled gelu), or at choices that begin with `value`; "" if there are none."""
+    """Return a hint: the choice with the closest spelling to `value`, or choices that begin with `value`; "" if there
+    is none. A close spelling has the same first letter and digits (relu is not close to gelu)."""
     text, parts = value.lower().replace("-", "_") if isinstance(value, str) else "", re.compile("^.|[0-9]")
     names = {choice.lower(): choice for choice in choices}
     alike = [name for name in names if parts.findall(name) == parts.findall(text)]
@@ -411,7 +411,7 @@ def show(value: Any) -> str:
 
 
 def expectation(option: Any, value: Any = None) -> str:
-    """Describe the values that an option accepts. Leave an upper bound of FAR or more out unless `value` exceeds it."""
+    """Describe the values that an option accepts. Upper bounds from FAR on are told only if `value` exceeds them."""
     return _expectation(TypeAdapter(Annotated[option.annotation, option]).json_schema(), value)
 
 

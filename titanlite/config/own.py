@@ -30,7 +30,7 @@ class Parts:
     """Names of the user's file and object, with a hash of the file; empty if the user replaces no part."""
 
     def prepare(self, *arguments: Any) -> None:
-        """Give the user's blocks their `styles`. Raise ConfigError for a block whose result depends on the layout."""
+        """Set the tensor-parallel `styles` of the user's blocks. Raises ConfigError if results depend on the layout."""
 
     def check_loss(self, *arguments: Any) -> None:
         """Raise ConfigError for a loss function whose result depends on the layout."""

@@ -13,7 +13,7 @@ def open_file(path: Path, buffering: int = -1, flags: int = 0) -> BinaryIO:
 
 
 def open_own(path: str, flags: int, mode: int = 0o666) -> int:
-    """Open a regular file for writing, as the `opener` of `open`. Raises OSError for other files and symbolic links."""
+    """An `opener` for `open`: opens a regular file for writing. Raises OSError for other files and symbolic links."""
     return _open(path, flags | os.O_NOFOLLOW, mode)
 
 

@@ -1,5 +1,5 @@
-"""Rules between options, more of which are in rules_*.py. `reject(key, message, *reads)` takes the key of the wrong
-value and the other keys that the rule reads."""
+"""Rules between options; rules_*.py have more rules. A rule calls `reject(key, message, *reads)` with the key of the
+wrong value and the other keys that the rule reads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Dependent(NamedTuple):
 
 
 def _keys(beginning: str, *others: str) -> list[str]:
-    """Return the keys of all options that start with `beginning`, except `beginning` followed by one of `others`."""
+    """Return the keys of all options that start with `beginning`, except the keys `beginning` + one of `others`."""
     excepted = {beginning + other for other in others}
     return [key for key in options_of(Config) if key.startswith(beginning) and key not in excepted]
 

@@ -44,7 +44,7 @@ def dataset_rules(config: Config, changed: set[str], reject: Rejections) -> None
 
 
 def _require(key: str, switch: str, value: str, values: tuple[str, ...], reject: Rejections) -> None:
-    """Reject a set option that the run does not read, since `value`, the value of `switch`, is not among `values`."""
+    """Reject option `key` if its value is not read: `value`, the value of option `switch`, is not among `values`."""
     if value not in values:
         message = f"read only when {switch} is {' or '.join(map(show, values))}; set that, or remove it"
         reject(key, message, switch, keys.MIXTURE)

@@ -66,7 +66,7 @@ class Job(Section):
 
 
 def identity_of(section: Section, later: Collection[str], exclude: set[str] = frozenset()) -> dict[str, Any]:
-    """Return a section as plain JSON. Keys in `later`, which older checkpoints lack, are included only if changed."""
+    """Return a section as plain JSON. Keys in `later`, which older checkpoints lack, are left out at their default."""
     values, fields = section.model_dump(exclude=exclude), type(section).model_fields
     return {key: value for key, value in values.items() if key not in later or value != fields[key].default}
 
@@ -175,7 +175,7 @@ class LayerKind(Section):
 
 
 def implied_head_dim(values: Any) -> int | None:
-    """Return the head_dim that [model.mla] implies; None without latent attention, or if a value is wrong."""
+    """Return the head_dim that [model.mla] implies; None without latent attention or with a wrong value."""
     try:
         mla = Mla.model_validate(values)
     except ValidationError:  # the validation of [model.mla] itself reports this error
@@ -398,7 +398,7 @@ def layer_parameters(model: Model, layer: int) -> int:
 
 
 def layers_of_head(model: Model, seq_len: int) -> float:
-    """Return how many layers have as many floating-point operations in a forward as the output head."""
+    """Return the number of layers whose forward takes as many floating-point operations as the output head's."""
     idle = 3 * model.dim * model.expert_dim * (model.moe.n_experts - model.moe.n_experts_per_token)
     weights = sum(layer_parameters(model, n) - idle * model.has_experts(n) for n in range(model.n_layers))
     windows = [min(seq_len, layer.sliding_window or seq_len) for layer in model.of_layers()]
@@ -568,7 +568,7 @@ class Optimizer(Section):
 
 
 class LRScheduler(Section):
-    """Warmup, stable phase and decay: the factor on optimizer.lr is the smaller of a rising and a falling ramp."""
+    """Warmup, stable phase and decay: optimizer.lr times the smaller of a ramp up to 1 and a ramp down from 1."""
 
     warmup_steps: CountOrZero = 200
     """Steps over which the learning rate rises linearly to optimizer.lr. A shorter run ends during the warmup."""
@@ -907,7 +907,7 @@ class Config(Section):
 
     @property
     def initial_weights(self) -> str:
-        """The folder or checkpoint with the run's initial weights; SEEDED if debug.seed determines the weights."""
+        """The folder or checkpoint with the run's initial weights; SEEDED if they are drawn by debug.seed."""
         assets = os.path.expanduser(self.model.hf_assets_path) if self.model.flavor == "from_hf" else SEEDED
         return self.checkpoint.initial_load_path or assets
 
@@ -957,7 +957,7 @@ class Config(Section):
 
 
 def _with_value(section: Any, item: tuple[str, Any]) -> Any:
-    """Return a copy of a section with another value of `key`, or of `key` in the section `name` for `name__key`."""
+    """Return a copy of a section with a new value of `key`, or of `key` in the subsection `name` (`name__key`)."""
     (name, _, key), value = item[0].partition("__"), item[1]
     value = _with_value(getattr(section, name), (key, value)) if key else value
     return section.model_copy(update={name: value})
@@ -977,7 +977,7 @@ def stage_modules(config: Config) -> list[list[str]]:
 
 
 def numerics(config: Config) -> list[Any]:
-    """Return the options that decide which weights a run trains, as plain JSON, without the paths of files."""
+    """Return the options that determine a run's trained weights, as plain JSON, without the paths of files."""
     sections = config.model_dump(include={"optimizer", "lr_scheduler", "parallelism", "float8", "int8"})
     training = config.training.model_dump(exclude={"cache_folder", "dataset_path", "gc_freq"})
     own = {"enable", "replica_id", "min_replica_size", "process_group_timeout_ms"}

@@ -128,7 +128,7 @@ class CacheBuilder:
         return shard_builder.build_shard(*of_shard, self.tokenizer)
 
     def _build_shards(self, unclaimed: Iterator[int], builder: Any) -> None:
-        """Build the shards that `unclaimed`, shared by all builders, yields. Raises FolderInUse if the lock is lost."""
+        """Build shards from `unclaimed`, one iterator for all builders. Raises FolderInUse if the lock is lost."""
         for number in unclaimed:
             if self.stopped.is_set():
                 return

@@ -35,8 +35,8 @@ def open_dataset(source: Source) -> tuple[Iterable[Segment], str]:
 
 
 def open_stream(source: Source) -> tuple[list[Segment] | Any, str]:
-    """Open a dataset that is tokenized during training. Return its files' segments, or a datasets.IterableDataset, and
-    a fingerprint of documents and order. Raises the same ConfigError as open_dataset."""
+    """Open a dataset that is tokenized during training. Return two things: its files' segments or a
+    datasets.IterableDataset, and a fingerprint of documents and order. Raises the same ConfigError as open_dataset."""
     options = source.training
     if source.is_files:
         segments, content = _open_files(source, with_times=False)
@@ -54,8 +54,8 @@ def read_documents(
     unread: set[str] | None = None,
 ) -> Iterator[tuple[int, Any]]:
     """Yield, for each document of a segment, the position where the next document begins and this document's text.
-    `document_of` makes a text from a row's columns, or raises ValueError. `unread` collects the names of other columns.
-    Raises ConfigError for a bad row, TrainingError for an error that may pass."""
+    `document_of` makes a text from a row's columns, or raises ValueError. `unread` collects the names of columns that
+    are not read. Raises ConfigError for a bad row, TrainingError for a disk or network error."""
     column = source.columns[0]
     if source.is_files:
         rows = read_rows(source.training, segment, source.columns)
@@ -107,7 +107,7 @@ def _open_files(source: Source, *, with_times: bool) -> tuple[Iterator[Segment],
 
 def content_hash(files: Sequence[Path], *, with_times: bool) -> str:
     """Return a hash of files' contents and order, but not of their paths. A large file is hashed by its size and evenly
-    spaced samples. Modification times, which differ between copies, are included only `with_times`."""
+    spaced samples. Modification times, which differ between copies, are included only if `with_times` is true."""
     content = hashlib.sha256()
     samples = min(SAMPLES, max(SAMPLES_OF_ALL // len(files), 2))
     for path in files:

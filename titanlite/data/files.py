@@ -1,6 +1,6 @@
 """The files that a folder stands for, and the rows of text, JSON and parquet files.
 
-A segment is a range of a file's rows. The unit of its limits `begin` and `end` depends on the file:
+A segment is a range of a file's rows. The unit of a segment's `begin` and `end` depends on the file:
 
     text by line or paragraph, JSON lines    bytes of uncompressed text; a row is in the segment where it begins
     parquet, JSON arrays                     rows
@@ -146,7 +146,7 @@ def segment_of(training: Training, path: Path) -> Segment:
 
 
 def read_rows(training: Training, segment: Segment, columns: Sequence[str]) -> Iterator[Row]:
-    """Yield the rows of a segment. Raises ConfigError for an invalid row, TrainingError for an error that may pass."""
+    """Yield the rows of a segment. Raises ConfigError for an invalid row, TrainingError for a disk or network error."""
     path = Path(segment.file)
     with errors_of(path):
         try:
@@ -223,7 +223,7 @@ def _select(training: Training, row: Any, begin: int, end: int, columns: Sequenc
 
 
 def columns_in(training: Training, columns: Sequence[str], names: Collection[str]) -> list[str]:
-    """Return the columns of a row to read: `columns`, which must exist, and for a conversation TOOLS, if it exists."""
+    """Return the columns of a row to read: `columns`, which must exist, and a conversation's column TOOLS, if any."""
     return [*columns, *({TOOLS}.intersection(names) - {*columns} if training.dataset_format != "text" else ())]
 
 

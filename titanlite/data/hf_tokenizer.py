@@ -49,8 +49,8 @@ def load(path: Path) -> Any:
 
 
 def join(chunks: list[np.ndarray], shared: list[np.ndarray]) -> tuple[np.ndarray, list[int]]:
-    """Join the tokens of a text's overlapping chunks, and return the text's tokens and the indices of chunks that do
-    not fit the previous chunk. Chunks are joined where both agree with `shared`, the tokens of the overlap alone."""
+    """Return a text's tokens, joined from overlapping chunks, and the indices of chunks that disagree with the previous
+    one. `shared`: the tokens of each overlap alone, which both chunks must have around the overlap's middle."""
     parts, failed, begin = [], [], 0
     for number, (one, other, both) in enumerate(zip(chunks, chunks[1:], shared, strict=False), 1):
         middle, near = len(both) // 2, min(len(both) // 4, 64)

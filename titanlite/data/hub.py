@@ -23,7 +23,7 @@ def read_rows(source: Source, segment: Segment) -> Iterator[Row]:
 
 
 def read(source: Source, items: Iterable[Any]) -> Iterator[Any]:
-    """Yield the items, and turn any error into a TrainingError: the dataset exists, and another start may succeed."""
+    """Yield the items. Any error becomes a TrainingError (not a ConfigError), since another start may succeed."""
     try:
         yield from items
     except Exception as error:  # formats, file systems and the network raise errors of many types

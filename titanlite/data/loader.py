@@ -70,7 +70,7 @@ def collate(sequences: Iterable[Sequence], shard: SequenceShard, *, document_mas
 
 
 def count(sequences: Iterable[Sequence]) -> np.ndarray:
-    """Return numbers of targets, masked targets, padding, and sequences that end within a document: int64 [4]."""
+    """Return int64 [4]: all targets, the masked and padding ones, and sequences that end within a document."""
     targets = np.stack([sequence.targets for sequence in sequences])
     masks = targets == IGNORED, targets == PADDING, targets[:, -1] >= 0
     return np.array([targets.size, *map(np.sum, masks)])
@@ -144,7 +144,7 @@ class Loader:
         self.counts += np.rint(step_counts).astype(np.int64)
 
     def take_back(self, batches: list[Batch]) -> None:
-        """Let the next call of `next` return its last result, `batches`, again."""
+        """Make `next` return `batches`, the result of its last call, once more."""
         self._again, self.position = batches, self.position - self.training.global_batch_size
 
     def close(self, error: object = None, *_: object) -> None:
@@ -162,7 +162,7 @@ class Loader:
     __exit__ = close
 
     def state(self) -> dict[str, Any]:
-        """Return the position of the run in its data, over all ranks, as plain JSON. Every rank must call this."""
+        """Return the run's global position in its data as plain JSON. Every rank must call this."""
         state = {"next_sequence": self.position, "counts": self.counts.tolist()}
         return state | self.stateful.state(self.position) if self.stateful else state
 

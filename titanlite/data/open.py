@@ -21,7 +21,7 @@ from titanlite.data.tokenizer import ByteTokenizer, Rows, Tokenizer
 
 
 def build_tokenizer(hf_assets_path: str) -> Tokenizer:
-    """Return the tokenizer at a path, in a worker process; "": of bytes. Raises ConfigError for an unusable path."""
+    """Return the tokenizer at a path, in a worker process; "": the byte tokenizer. Raises ConfigError if unusable."""
     if not hf_assets_path:
         return ByteTokenizer()
     from titanlite.config.hf.values import how_to_download  # imported here: bytes need no download
@@ -63,7 +63,7 @@ def check_data(
 
 
 class CacheOfRun(NamedTuple):
-    """A token cache that a run needs: its dataset, and the purposes of its splits."""
+    """A token cache that a run needs: its dataset, and the splits for training and validation."""
 
     source: Source
     fraction: float  # fraction of the documents that is the validation split
@@ -78,8 +78,8 @@ def open_sequences(
     tokenizer: Tokenizer, training: Training, validation: Validation, *, seed: int, builds_cache: bool
 ) -> tuple[Sequences | Mixture, SplitSequences | None, str]:
     """Open the training split and, if enabled, the validation split. Also return the data's identity: runs with the
-    same identity (and the same mixture) have the same sequences, shuffled by `seed`. On each node, the rank with
-    `builds_cache` builds a missing token cache. Raises ConfigError for unreadable or too short data."""
+    same identity (and, if any, mixture) read the same sequences in the same order, by `seed`. On each node, the rank
+    with `builds_cache` builds a missing token cache. Raises ConfigError for unreadable or too short data."""
     options = {"cache_folder": training.cache_folder, "builds_cache": builds_cache}
     needed = token_caches(training, validation)
     caches = [(each, open_cache(each.source, tokenizer, each.fraction, **options)) for each in needed]
@@ -103,7 +103,7 @@ def open_sequences(
 
 
 def _pack(cache: TokenCache, tokenizer: Tokenizer, training: Training, *, seed: int) -> tuple[PackedSequences, str]:
-    """Return the packed sequences of a cache's training split, and the identity of the packing alone."""
+    """Return the packed sequences of a cache's training split, and the packing's part of the data's identity."""
     if training.packing == "concatenate":
         return PackedSequences(cache.tokens("train"), tokenizer, training, seed=seed), ""
     from titanlite.techniques.data.best_fit import BestFitSequences, open_best_fit  # imported here: few runs use it

@@ -31,7 +31,7 @@ class Sequences(Protocol):
     """The training split as an endless order of packed sequences."""
 
     def read(self, first: int, stride: int) -> Iterator[tuple[Sequence, tuple[int, Any] | None]]:
-        """Yield the sequences first, first + stride, ...; from a stream, each with its shard's index and state."""
+        """Yield the sequences first, first + stride, ...; in a stream, with the index and state of each one's shard."""
 
 
 class Mixture(Sequences, Protocol):
@@ -43,7 +43,7 @@ class Mixture(Sequences, Protocol):
         """Raise ConfigError if a state is of another mixture, or fewer than `n` sequences are left."""
 
     def resumed(self, loader_state: dict[str, Any] | None) -> "Mixture":
-        """Return the mixture to read from a state on. Raises ConfigError for a damaged state of the mixture."""
+        """Return the mixture, continued from a loader's state. Raises ConfigError if the mixture's is damaged."""
 
     def state(self, position: int) -> dict[str, Any]:
         """Return the mixture's state after `position` sequences, as plain JSON. Every rank must call this."""
@@ -69,7 +69,7 @@ def split_sequence(tokens: np.ndarray, tokenizer: Tokenizer) -> Sequence:
 
 
 def positions_in_documents(ends: np.ndarray) -> np.ndarray:
-    """Return positions, int64 [T], that restart at 0 after each token at which a document ends (`ends`, bool [T])."""
+    """Return each token's position in its document, int64 [T]. `ends`, bool [T]: whether a document ends at a token."""
     indices = np.arange(len(ends))
     begins = np.zeros(len(ends), np.int64)
     begins[1:][ends[:-1]] = indices[1:][ends[:-1]]

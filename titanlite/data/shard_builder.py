@@ -41,14 +41,14 @@ class CacheOptions:
 
 
 def spelled(tokenizer: Tokenizer, texts: list[str]) -> set[str]:
-    """Return a phrase of a report for each special token that texts contain as ordinary text."""
+    """Return the special tokens that texts contain as ordinary text, each as a phrase to report."""
     found = [name for name in getattr(tokenizer, "names", ()) if any(name in text[:BATCH] for text in texts)]
     return {f"special token {name} (ordinary text by training.special_tokens_in_text)" for name in found}
 
 
 def is_validation_document(shard: int, document: int, fraction: float) -> bool:
-    """Return whether a shard's document, counted from 0, belongs to the validation split: an evenly spaced fraction,
-    the same for any seed and layout. Shards have different phases, so that small shards together have the fraction."""
+    """Return whether a shard's document, counted from 0, is in the validation split. It is an evenly spaced `fraction`,
+    the same for any seed and layout. Spacing has another phase in each shard, so small shards average to `fraction`."""
     phase = shard * 0.6180339887498949 % 1  # multiples of the golden ratio spread evenly
     return int(phase + (document + 1) * fraction) > int(phase + document * fraction)
 
@@ -63,8 +63,8 @@ def build_shard(
     tokenizer: Tokenizer,
     at: Callable[[str, int], None] = lambda file, begin: None,
 ) -> Shard:
-    """Tokenize segments into a new file. `report` gets bytes read and tokens since its last call, and unread columns;
-    `at` gets the file and row that are read next. Raises ConfigError or TrainingError for unreadable rows."""
+    """Tokenize segments into a new file. `report` is called with the bytes and tokens since its last call and with
+    unread columns; `at` with the file and row to read next. Raises ConfigError or TrainingError for unreadable rows."""
     unread, special = set[str](), options.source.training.special_tokens_in_text == "special"
     encode: Callable[[list[Any]], list[np.ndarray]] = functools.partial(encode_documents, tokenizer, special=special)
     document_of: Callable[[dict[str, Any]], list[str]] | None = None
@@ -109,7 +109,7 @@ def build_shard(
 def _batches(
     source: Source, segments: list[Segment], document_of: Any, unread: set[str], at: Any
 ) -> Iterator[tuple[list[str], int, tuple[str, int]]]:
-    """Yield batches of BATCH characters or more: texts, approximate bytes in the files, and the first text's place."""
+    """Yield batches of BATCH characters or more: texts, their approximate bytes in the files, the first one's place."""
     texts, size, n_bytes, first = list[str](), 0, 0.0, ("", 0)
     for segment in segments:
         position = segment.begin

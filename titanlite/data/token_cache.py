@@ -61,13 +61,13 @@ def open_cache(
     verifies: bool = False,
 ) -> TokenCache:
     """Return the token cache of a dataset. The rank with `builds_cache`, one per node, builds missing and damaged
-    shards; with `verifies`, it also checks a large cache. Every rank must call this. Raises ConfigError for an
-    unreadable dataset, an unwritable or untrusted folder; TrainingError for errors that may pass, or a bad disk."""
+    shards. Checksums of a large cache are verified only with `verifies`. Every rank must call this. Raises ConfigError
+    for an unreadable dataset or an unwritable or untrusted folder, TrainingError for a disk or network error."""
     segments, template = list[Segment](), template_of(source.training)
     rows = tokenizer.rows if tokenizer.rows and tokenizer.vocab_size > tokenizer.rows.n else None
 
     def find() -> str:
-        """Return the name of the cache's folder, and set `segments`."""
+        """Return the name of the cache's folder, and set open_cache's `segments`."""
         nonlocal segments
         segments, fingerprint = open_dataset(source)
         if template:
@@ -110,7 +110,7 @@ def template_of(training: Training) -> Any:
 
 
 def _of_builder(find: Callable[[], str], builds_cache: bool) -> str:
-    """Call `find` on the rank that builds the cache; return its result, or raise its error, on all ranks of a node."""
+    """Call `find` on the rank that builds the cache; all ranks of its node return its result or raise its error."""
     found: list[Any] = [""]
     if builds_cache:
         try:

@@ -102,7 +102,7 @@ class Index(RecordWithChecksum):
 
 
 def dtype_for(vocab_size: int, *, has_targets: bool = False) -> DType:
-    """Return the data type of stored tokens; `has_targets`: one bit marks tokens that are not trained on."""
+    """Return the data type of stored tokens; `has_targets`: one bit is reserved, for tokens that are not trained on."""
     return "uint16" if vocab_size <= 2 ** (15 if has_targets else 16) else "uint32"
 
 
@@ -165,7 +165,7 @@ def check_dataset(path: Path, shards: list[Shard]) -> None:
 
 
 def regular_file(path: Path) -> int:
-    """Return a trusted file's size. Raises FileNotFoundError if it is missing, DamagedShardError if no regular file."""
+    """Return a trusted file's size. Raises FileNotFoundError if it is missing, DamagedShardError if not regular."""
     status = check_trusted(path)
     if not stat.S_ISREG(status.st_mode):
         raise DamagedShardError(f"{path.name} is not a regular file")
@@ -250,7 +250,7 @@ class TokenCache:
             check_size(self.folder / shard_name(number), shard.file_size(self.index.dtype))
 
     def verify(self, advance: Callable[[int], None]) -> list[str]:
-        """Verify all blocks, remove damaged shards, and return the problems. `advance` gets the bytes of each read."""
+        """Verify all blocks, remove damaged shards, and return the problems. `advance` gets the size of each read."""
         problems = []
         for number, places in enumerate(self._places):
             n_bytes, _ = places["checksums"]

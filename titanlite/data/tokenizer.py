@@ -20,7 +20,7 @@ def restart_time_limit() -> None:
 
 
 class Rows(NamedTuple):
-    """The number of rows in a model's embedding, which is an upper bound on its token ids."""
+    """The number of rows in a model's embedding, which exceeds every valid token id."""
 
     n: int
     option: str  # option that sets the number, for error messages, such as "model.vocab_size = 320"
@@ -52,25 +52,25 @@ class Tokenizer(Protocol):
         return next(iter(self.prefix), None)
 
     def encode(self, texts: list[str], special: bool = False) -> list[np.ndarray]:
-        """Return each text's token ids, uint32, without prefix and suffix. `special`: texts may have special tokens."""
+        """Return each text's token ids, uint32, without prefix and suffix. `special`: encode special tokens as such."""
 
     def decode(self, tokens: list[int]) -> str:
         """Return the text of tokens. Special tokens have no text."""
 
     def fit(self, rows: Rows) -> "Tokenizer":
-        """Return this tokenizer with the rows of a model. Raises ConfigError if the model has no row for BOS or EOS."""
+        """Set this tokenizer's `rows`, and return it. Raises ConfigError if the model has no row for BOS or EOS."""
         self.rows = rows
         rows.require("BOS", self.prefix)
         rows.require("EOS", [self.eos])
         return self
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function with this tokenizer and `arguments`, in the process that the tokenizer runs in."""
+        """Call a function with this tokenizer and `arguments`, in the tokenizer's process."""
         return function(self, *arguments)
 
     @contextlib.contextmanager
     def workers(self, n_shards: int) -> Iterator[list[Any]]:
-        """Yield processes that build shards of a token cache with this tokenizer; []: this process builds them."""
+        """Yield processes that build shards of a token cache with this tokenizer; [] if this process builds them."""
         yield []
 
 

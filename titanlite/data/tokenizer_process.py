@@ -17,7 +17,7 @@ from titanlite.launch.process import available_cores
 
 class ShardWorker(Worker):
     def build_shard(self, *arguments: Any) -> Shard:
-        """Build a shard in the worker. `arguments`: as for shard_builder.build_shard, up to `report`."""
+        """Build a shard in this worker process. `arguments`: as for shard_builder.build_shard, up to `report`."""
         *of_shard, options, report = arguments
         at = "", 0
 
@@ -46,7 +46,7 @@ class TokenizerProcess(ShardWorker, HuggingFaceTokenizer):
 
     @contextlib.contextmanager
     def workers(self, n_shards: int) -> Iterator[list[ShardWorker]]:
-        """Yield workers that build shards: several with THREADS cores each, or this tokenizer's process alone."""
+        """Yield workers that build shards: several of THREADS cores each, else this tokenizer's process."""
         n_workers = min(n_shards, available_cores() // THREADS)
         with contextlib.ExitStack() as stack:
             workers = (contextlib.closing(ShardWorker(self.path)) for _ in range(n_workers) if n_workers > 1)

@@ -1,7 +1,7 @@
 """A worker process (worker_process.py) with limits of memory and time, which handles untrusted data: tokenizers' files,
 chat templates, rows, and footers of parquet files. A message is a line: a name and JSON. A call names a function of
-titanlite; its arguments and result must have the types that the function declares. A file that takes over a worker can
-make it send wrong tokens, but no code."""
+titanlite; its arguments and result must have the types that the function declares. A malicious file can make a worker
+send wrong tokens, but not code."""
 
 import contextlib
 import functools
@@ -46,7 +46,7 @@ def named(name: str) -> Any:
 
 @functools.cache
 def types_of(function: Callable[..., Any]) -> tuple[TypeAdapter[Any], TypeAdapter[Any]]:
-    """Return the types of a function's arguments, without the tokenizer, and of its result."""
+    """Return the types of a function's arguments, except the first (the tokenizer), and of its result."""
     hints = get_type_hints(function, include_extras=True)
     _, *names = inspect.signature(function).parameters
     return TypeAdapter(tuple[tuple(hints[name] for name in names)]), TypeAdapter(hints["return"])  # type: ignore[misc]
@@ -89,7 +89,7 @@ class Worker:
         subject: str = "",
     ) -> Any:
         """Return what a function returns in the worker. Raises the function's error or, for a crash or an exceeded
-        limit, a ConfigError that names `subject` (default: tokenizer) and `where`. `received` gets earlier messages."""
+        limit, a ConfigError that names `subject` (default: tokenizer) and `where`. `received` gets other messages."""
         types, result = types_of(function)
         content, problem = types.dump_json(arguments), ""
         with self._lock:

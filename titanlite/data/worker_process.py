@@ -19,7 +19,7 @@ from titanlite.data.worker import MEMORY, Worker, named, read, send, types_of, w
 
 
 def read_footer(_: Any, file: Path) -> None:
-    """Read all of a parquet file's footer, of which pyarrow decodes parts only on access."""
+    """Read all of a parquet file's footer, since pyarrow decodes some parts only on access."""
     import pyarrow.parquet  # imported here, since few workers need pyarrow
 
     with contextlib.suppress(Exception):  # the run will raise this error when it reads the file

@@ -30,7 +30,7 @@ _Record = TypeVar("_Record", bound=BaseModel)
 
 
 def parse(record: type[_Record], content: dict[str, Any], what: str) -> _Record:
-    """Return a JSON object as a record. Raises ConfigError with the first problem; `what` names the object's file."""
+    """Return a JSON object as a record. Raises ConfigError with the first problem of the file `what`."""
     try:
         return record.model_validate_json(json.dumps(content))
     except ValidationError as error:
@@ -47,7 +47,7 @@ def parse_part(state: Mapping[str, Any], place: str, kind: Any) -> Any:
 
 
 def first_problem(error: ValidationError, *around: str) -> str:
-    """Return the first problem as `key.key: message`, where the keys of `around` come first."""
+    """Return the first problem as `key.key: message`; the path of keys begins with the keys `around`."""
     first = error.errors()[0]
     return printable(": ".join(filter(None, (".".join(map(str, (*around, *first["loc"]))), first["msg"]))))
 
@@ -64,7 +64,7 @@ LASTING = [getattr(errno, name) for name in _NAMES.split()]
 
 def is_transient(error: BaseException) -> bool:
     """Return whether the disk or the network caused an error, so that another start may succeed. An OSError without
-    errno is a library's error about a damaged file."""
+    errno does not count: a library raised it for a damaged file."""
     failed = isinstance(error, OSError) and error.errno is not None
     return (failed and error.errno not in LASTING) or isinstance(error, (ConnectionError, TimeoutError))
 
@@ -98,8 +98,8 @@ def write_synced(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 def replace_file(path: Path, data: bytes, *, by_one: bool = True) -> None:
     """Replace a file atomically: after a crash, the file has the old content or the new. Raises OSError if the new
-    content cannot be written. `by_one`: no two processes replace the file at a time; a killed process's temporary file
-    is overwritten. Not `by_one`: several processes may do so, and only this user may write it."""
+    content cannot be written. `by_one`: the caller lets only one process at a time replace it; a killed process's
+    temporary file is overwritten. Otherwise several processes may replace it at a time; its mode is 0644."""
     replacement = path.with_name(f"{path.name}.tmp" if by_one else f"{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         write_synced(replacement, data, 0o666 if by_one else 0o644)

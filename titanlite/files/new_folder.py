@@ -13,7 +13,7 @@ from titanlite.files.durable import sync_folder
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield a new folder whose name ends with .tmp. After the body, rename the folder to `path`; remove the folder if
-    the body raises. Raises ConfigError if `path`, or a .tmp of an earlier command, exists."""
+    the body raises. Raises ConfigError if `path` or an earlier command's `path`.tmp exists."""
     unfinished = path.with_name(f"{path.name}.tmp")
     for each, advice in ((path, "choose another folder"), (unfinished, "left by a command that was ended; delete it")):
         if os.path.lexists(each):

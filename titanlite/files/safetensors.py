@@ -1,7 +1,7 @@
 """The safetensors files of checkpoints, token caches and Hugging Face folders, written tensor by tensor (the
-safetensors library needs all tensors in memory) and read block by block. Other readers ignore the blocks' checksums. A
-file consists of the length of the header (8 bytes, little endian), the header (JSON: dtype, shape and place of each
-tensor, and text in `__metadata__`), and the tensors' bytes (https://github.com/huggingface/safetensors)."""
+safetensors library needs all tensors in memory) and read block by block. Other readers ignore the checksums in the
+header. A file consists of the length of the header (8 bytes, little endian), the header (JSON: dtype, shape and place
+of each tensor, and text in `__metadata__`), and the tensors' bytes (https://github.com/huggingface/safetensors)."""
 
 import itertools
 import json
@@ -53,7 +53,7 @@ def write(
     path: Path, tensors: Tensors, contents: Iterator[memoryview], metadata: Mapping[str, str] | None = None
 ) -> tuple[int, bytes]:
     """Write a file and wait until its data is on the disk. Return the file's size and header. `contents` yields the
-    bytes of each tensor; only one tensor is in memory at a time. Without `metadata`, the header contains checksums.
+    bytes of each tensor; only one tensor is in memory at a time. `metadata` None: `__metadata__` has the checksums.
     Raises OSError if the file cannot be written."""
     n_blocks = itertools.count(1)
 
@@ -85,7 +85,7 @@ def write(
 
 
 def read_header(file: BinaryIO) -> bytes:
-    """Return the bytes of a file before its tensors. Raises DamagedError if the length of the header is impossible."""
+    """Return a file's header and its 8-byte length. Raises DamagedError if the length is impossible."""
     size, begin = os.fstat(file.fileno()).st_size, file.read(8)
     length = int.from_bytes(begin, "little")
     if len(begin) < 8 or length > min(size - 8, LARGEST_HEADER):
@@ -96,8 +96,8 @@ def read_header(file: BinaryIO) -> bytes:
 def read_blocks(
     file: BinaryIO, begin: int, data: memoryview, checksums: Iterable[str], block_bytes: int = BLOCK_BYTES
 ) -> Iterator[int]:
-    """Fill `data` with the bytes of a file from `begin` on, and verify each block; the last block may be shorter.
-    Yields the number of bytes of each block. Raises DamagedError for wrong bytes, OSError if a read fails."""
+    """Fill `data` with the bytes of a file from `begin` on, and verify each block (the last may be shorter) by its
+    checksum. Yields the number of bytes of each block. Raises DamagedError for wrong bytes, OSError if a read fails."""
     for index, expected in enumerate(checksums):
         block = data[index * block_bytes : (index + 1) * block_bytes]
         at = begin + index * block_bytes

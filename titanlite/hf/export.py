@@ -136,7 +136,7 @@ def _write_weights(reader: Any, options: Model, folder: Path, dtype: torch.dtype
 
 
 def partition(sizes: dict[Any, int], most: int) -> list[list[Any]]:
-    """Partition keys, in their order, into groups of at most `most` bytes; a larger tensor is a group by itself."""
+    """Partition tensor names, in order, into groups of at most `most` bytes; a larger tensor is a group by itself."""
     groups: list[list[Any]] = []
     filled = 0
     for name, size in sizes.items():

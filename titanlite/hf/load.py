@@ -63,8 +63,8 @@ QUANTIZED = re.compile(r"(scales?|scale_inv|zero_point|qzeros|qweight|g_idx|absm
 def load_hf_weights(folder: Path, model: nn.Module, options: Model) -> None:
     """Load a Hugging Face folder's weights into this rank's modules, as plain tensors or DTensors of any placement.
     Weights are cast to their parameters' dtypes. `options` is the section [model] of the full model, of which `model`
-    may be a pipeline stage. The caller must tell all ranks if one rank raised. Raises ConfigError for another model's
-    folder or an unreadable file, before any weight changes, and for a number that is NaN or infinite."""
+    may be a pipeline stage. The caller must tell all ranks if one rank raised. Raises ConfigError before any weight
+    changes for another model's folder or an unreadable file, and later for a weight that is NaN or infinite."""
     parameters, files = named_weights(model), tensor_files(folder)
     of_folder = _shapes_in(files, options)
     is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
@@ -93,7 +93,7 @@ def load_hf_weights(folder: Path, model: nn.Module, options: Model) -> None:
 
 
 def _shapes_in(files: Mapping[str, Path], options: Model) -> dict[str, torch.Size]:
-    """Return the shape of each tensor of the model, by the tensor's name in a folder with these files."""
+    """Return the shape of each tensor of the model, by the tensor's name in the folder. `files`: each tensor's file."""
     all_shapes, shapes = tensor_shapes(options), {}
     for names, ours in hf_tensors(options, all_shapes).items():
         shape = hf_shape(ours, all_shapes, options)
@@ -104,7 +104,7 @@ def _shapes_in(files: Mapping[str, Path], options: Model) -> dict[str, torch.Siz
 
 
 def _print_new_rows(folder: Path, grows: Mapping[str, Path], n_rows: int) -> None:
-    """Print, for each tensor in `grows`, how many of the model's rows its file lacks."""
+    """Print how many of the model's `n_rows` rows are missing in the file of each tensor in `grows`."""
     for name, file in grows.items():
         with open_safetensors(file) as of_file:
             n = n_rows - of_file.get_slice(name).get_shape()[0]
@@ -113,7 +113,7 @@ def _print_new_rows(folder: Path, grows: Mapping[str, Path], n_rows: int) -> Non
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor in a Hugging Face folder. Raises ConfigError without a valid safetensors file."""
+    """Return the file of each tensor in a Hugging Face folder. Raises ConfigError if no safetensors file is valid."""
     single, index = folder / SINGLE, folder / INDEX
     if single.is_file() and index.is_file():
         raise ConfigError([f"{folder}: has both {SINGLE} and {INDEX}; remove the one that is not of this model"])
@@ -136,14 +136,14 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def name_in(files: Mapping[str, Path], name: str) -> str:
-    """Return the name of a tensor in a folder whose tensor names may lack a prefix."""
+    """Return the name in `files` of the tensor `name`, whose prefix may be missing there."""
     bare = name.partition(".")[2] if name.startswith(PREFIXES) else name
     return bare if bare in files or bare + BLOCKS in files else name
 
 
 def _without_predictors(folder: Path, files: dict[str, Path], *, prints: bool) -> dict[str, Path]:
     """Return the files of a DeepSeek-V3's tensors, without the layers for multi-token prediction. Raises ConfigError if
-    rows of queries and keys are in another order."""
+    rotated rows of queries and keys are not neighbours."""
     config = read_json_object(folder / "config.json")
     if config.get("rope_interleave") is False:
         problem = "rope_interleave = false: expected true, neighbouring rows of queries and keys rotated together"
@@ -277,8 +277,8 @@ def _finite(numbers: Tensor, tensor: str, file: Path) -> Tensor:
 
 
 def _ranges(parameter: Tensor, name: str, options: Model) -> list[tuple[slice, Tensor]]:
-    """Return, for the rows and for the columns of this rank's shard, a slice of the file's tensor that covers them and
-    their indices in that slice, in the parameter's order. For a transposed matrix, columns come first."""
+    """Return a pair for the rows of this rank's shard: a slice of the file's tensor that covers them, and their indices
+    in the slice, in the parameter's order. Another pair is for columns; it is first for a transposed matrix."""
     dims = range(parameter.dim())[-2:]
     rows = hf_rows(name, local_indices(parameter, dims[0]), options)
     ranges = [cover(rows), *(cover(local_indices(parameter, dim)) for dim in dims[1:])]
@@ -286,7 +286,7 @@ def _ranges(parameter: Tensor, name: str, options: Model) -> list[tuple[slice, T
 
 
 def _read(tensor: Any, ranges: list[tuple[slice, Tensor]]) -> Tensor:
-    """Return a shard of a tensor in a safetensors file; rows that the tensor lacks get the mean of its rows."""
+    """Return a shard of a tensor in a safetensors file; a new row, not in the file, is the mean of the file's rows."""
     result, rows = tensor[tuple(covered for covered, _ in ranges)], ranges[0][0]
     if rows.stop > (n := tensor.get_shape()[0]):
         parts = (slice(begin, begin + ROWS_AT_A_TIME) for begin in range(0, n, ROWS_AT_A_TIME))
@@ -300,7 +300,7 @@ def _read(tensor: Any, ranges: list[tuple[slice, Tensor]]) -> Tensor:
 
 
 def local_indices(parameter: Tensor, dim: int) -> Tensor:
-    """Return the indices, in order, of a dimension of the full tensor that are in this rank's shard. DTensor shards the
+    """Return the indices along a dimension of the full tensor that this rank's shard has, in order. DTensor shards the
     indices, so that every placement is supported, including torch's private placements."""
     shape = [1] * parameter.dim()
     shape[dim] = parameter.shape[dim]

@@ -2,9 +2,9 @@
 
 This model rotates a head's channels 2i and 2i + 1 together, as Meta's checkpoints do; transformers rotates channels i
 and i + R/2 of R rotated channels. So within each head, row 2i of this model is row i in transformers, and row 2i + 1 is
-row i + R/2: in wq and wk, their biases, and the weights of q_norm and k_norm. In DeepSeek and GLM-4, transformers pairs
-neighbouring channels, too, so rows keep their order. In some families, a tensor contains several weights of this model
-(Phi-3, GLM-4, GPT-2), and GPT-2's matrices are transposed."""
+row i + R/2. This holds for the weights and biases of wq and wk and the weights of q_norm and k_norm. In DeepSeek and
+GLM-4, transformers pairs neighbouring channels, too, so rows keep their order. In some families, a tensor contains
+several weights of this model (Phi-3, GLM-4, GPT-2), and GPT-2's matrices are transposed."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,7 +29,7 @@ EXPERTS: dict[str, list[str]] = _TABLES["experts"]
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """How the names of a family's tensors differ from MODULES."""
+    """The differences between the tensor names of a model family and MODULES."""
 
     modules: dict[str, str] = dataclasses.field(default_factory=dict)
     """Names of the modules whose names differ from MODULES."""
@@ -129,7 +129,7 @@ def rotated_channels(name: str, model: Model) -> int:
 
 
 def _rows(name: str, model: Model) -> slice:
-    """Return which rows of a transformers tensor belong to this tensor: all, unless it contains several tensors."""
+    """Return the rows of a transformers tensor that are the tensor `name`: all, unless it contains several tensors."""
     layer, module, _ = _split(name)
     queries, keys = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
     sizes = dict(zip(_QUERIES_KEYS_VALUES, (queries, keys, keys), strict=True))
@@ -141,7 +141,7 @@ def _rows(name: str, model: Model) -> slice:
 
 
 def hf_rows(name: str, rows: Tensor, model: Model) -> Tensor:
-    """Return the rows of a transformers tensor, not yet transposed, that are the rows `rows` of this model's tensor."""
+    """Return the indices that `rows` of the tensor `name` have in transformers' tensor before it is transposed."""
     if rotated := rotated_channels(name, model):
         channel = rows % model.head_dim
         there = rows - channel + channel // 2 + channel % 2 * (rotated // 2)
@@ -182,7 +182,7 @@ def hf_tensors(model: Model, names: Iterable[str]) -> dict[tuple[str, ...], list
 
 
 def hf_shape(names: Sequence[str], shapes: Mapping[str, torch.Size], model: Model) -> torch.Size:
-    """Return the shape of the transformers tensor, or of each expert's tensor, that contains these tensors."""
+    """Return the shape of the transformers tensor, or of one expert's tensor, that contains the tensors `names`."""
     if is_stacked(names[0], model):
         return stacked_experts.hf_shape(names, shapes)
     first = shapes[names[0]][-2:]

@@ -19,7 +19,7 @@ from titanlite.hf.names import hf_tensors, is_stacked, is_transposed, tensor_sha
 
 
 def _check_targets(names: Collection[str]) -> None:
-    """Raise ConfigError for adapters, in a model with experts, that peft 0.21 takes for those of other layers."""
+    """Raise ConfigError for adapters that peft 0.21, in a model with experts, would apply to other layers."""
     merge, of_experts = "export the merged model with --merge", {name[-2:] for name in names if ".experts." in name}
     if of_experts not in (set(), {"w2"}, {"w1", "w2", "w3"}):
         raise ConfigError([f"lora.targets: of experts, peft takes adapters of w2 or of all three weights; {merge}"])
@@ -29,7 +29,7 @@ def _check_targets(names: Collection[str]) -> None:
 
 def export_adapters(reader: Any, options: Model, lora: Lora, out: Path, *, base: str, dtype: torch.dtype) -> int:
     """Write adapters and return their number. `base` is the folder of the base weights, `reader` a CheckpointReader.
-    Raises ConfigError if `out` exists, or for an adapter that peft lacks."""
+    Raises ConfigError if `out` exists, or peft does not support an adapter."""
     shapes, tensors, modules = tensor_shapes(options), dict[str, tuple[str, torch.Size]](), list[str]()
     adapters = adapters_of(reader, lora, shapes)
     if options.moe.n_experts:

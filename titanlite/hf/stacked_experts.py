@@ -24,7 +24,7 @@ MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def hf_name(name: str) -> str:
-    """Return a layer's name in the file for experts.w1, experts.w1_bias, and so on."""
+    """Return the file's name, within a layer, of experts.w1, experts.w1_bias, and so on."""
     weight, bias = _split(name)
     return f"mlp.experts.{TENSORS[weight][0]}{bias}"
 
@@ -35,7 +35,7 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def hf_shape(names: Sequence[str], shapes: Mapping[str, torch.Size]) -> torch.Size:
-    """Return the shape of the file's unquantized tensor that contains these weights of this model."""
+    """Return the shape of the file's unquantized tensor that contains this model's weights `names`."""
     n_experts, rows, *columns = shapes[names[0]]
     return torch.Size((n_experts, *columns, rows * len(names)))
 
@@ -48,7 +48,7 @@ def quantized_shapes(shape: torch.Size) -> dict[str, torch.Size]:
 
 
 def to_hf(names: Sequence[str], weights: Sequence[Tensor]) -> Tensor:
-    """Return the file's tensor that contains these weights, or biases, of this model."""
+    """Return the file's tensor that contains this model's `weights`, which may be biases."""
     in_turn = torch.stack(list(weights), 2).flatten(1, 2) if len(weights) > 1 else weights[0]
     return in_turn if in_turn.dim() == 2 else in_turn.transpose(1, 2).contiguous()
 
@@ -60,7 +60,7 @@ def from_hf(name: str, tensor: Tensor) -> Tensor:
 
 
 def read(name: str, slices: Sequence[Any], experts: Tensor, rows: Tensor, columns: Tensor | None) -> Iterator[Tensor]:
-    """Yield this rank's shard of each expert's weight, or bias (`columns` None), from safetensors slices."""
+    """Yield this rank's shard of each expert's weight from safetensors slices; `columns` None: of its bias."""
     _, step, first = TENSORS[_split(name)[0]]
     there, own = cover(rows * step + first)
     columns_there, own_columns = (slice(0, 0), None) if columns is None else cover(columns)

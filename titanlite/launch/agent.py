@@ -37,8 +37,8 @@ SECONDS_TO_SAVE = 600
 
 
 class NewStores:
-    """torchrun's rendezvous, with a new store for the ranks of each attempt. With torch's single store for all
-    attempts, a joining node waits for the store's address in vain, and new ranks read old keys."""
+    """torchrun's rendezvous, with a new store for the ranks of each attempt. If all attempts shared torch's one store,
+    a joining node would not get its address, and new ranks would read keys of earlier attempts."""
 
     use_agent_store = True
 
@@ -60,7 +60,7 @@ class NewStores:
         return RendezvousInfo(met.store, met.rank, met.world_size, place)
 
     def num_nodes_waiting(self) -> int:
-        """Return how many nodes wait to join. If nodes wait, let ranks save and end before the agent restarts them."""
+        """Return how many nodes wait to join. If any, stop this node's ranks, which save; the agent restarts them."""
         if n_waiting := self.handler.num_nodes_waiting():
             ranks = children(os.getpid())
             send(ranks, signal.SIGTERM)
@@ -72,7 +72,7 @@ class NewStores:
 
 
 class NoRestartError(Exception):
-    """Ranks have failed, and the agent must not start them again."""
+    """Raised if ranks have failed and the agent must not start them again."""
 
 
 class Agent(LocalElasticAgent):
@@ -111,8 +111,8 @@ class Agent(LocalElasticAgent):
         return ranks_store(group.master_addr, group.master_port, timeout_seconds=3)
 
     def _record(self, rank: int, status: int) -> str:
-        """Record the failure of a rank that a signal killed, for example, so that all ranks end. Return a message to
-        print later; "" if the rank was asked to stop, or another rank failed first."""
+        """Record the failure of a rank, such as death by a signal, so that all ranks end. Return a message to print
+        later; "" if the rank was asked to stop, or another rank failed first."""
         is_alone = self.get_worker_group().workers[0].world_size == 1
         if status == 2 or (status == 1 and (self.signals.stopping or is_alone)):
             return ""
@@ -196,7 +196,7 @@ def _address_towards(host: str, port: int, seconds: float = 60.0) -> str:
 
 
 def _watch(agent: Agent, signals: LauncherSignals, finished: threading.Event) -> None:
-    """Pass a stop signal on to ranks that start later. End the launcher if other nodes do not end after its ranks."""
+    """Pass a stop signal on to ranks that start later. End the launcher if its ranks end, but not other nodes."""
     ended_since = None
     while not finished.wait(0.2):
         signals.pass_on()

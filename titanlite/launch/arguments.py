@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def number(kind: type, expected: str, accepts: Callable[[Any], bool]) -> Callable[[str], Any]:
-    """Return a parser of arguments that are numbers accepted by `accepts`; `expected` describes such numbers."""
+    """Return a parser of a command-line number for which `accepts` is true; `expected` describes such numbers."""
 
     def read(text: str) -> Any:
         with contextlib.suppress(ValueError):

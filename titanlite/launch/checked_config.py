@@ -14,7 +14,7 @@ CHECKED_CONFIG = "TITANLITE_CONFIG"
 
 
 def write_for_ranks(loaded: LoadedConfig, folder: Path) -> str:
-    """Write a config to a file for the ranks of this node, until this process ends, and return the file's name."""
+    """Write a config for this node's ranks, and return the file's name. The file is deleted when this process ends."""
     file = folder / f"config-{socket.gethostname()}-{os.getpid()}.json"
     at_exit.append(lambda: file.unlink(missing_ok=True))
     content = {"file": loaded.file, "origins": loaded.origins, "values": loaded.config.model_dump(exclude_unset=True)}

@@ -31,7 +31,7 @@ class OneRank:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: ...
 
     def end(self, message: str, status: int, *, lost_connection: bool = False) -> None:
-        """End this process because of an error. With lost_connection, another rank may be the cause."""
+        """End this process because of an error. lost_connection: another rank may have failed first."""
         process.begin_to_end()
         process.clean_up()
         process.print_to_console(message)
@@ -40,7 +40,7 @@ class OneRank:
 
 def fail(error: Exception, rank: OneRank | None) -> None:
     """End this process because of an error, which is printed in one line if it is a ConfigError or TrainingError.
-    Without `rank` (during startup), all ranks find the same ConfigError, so only the first rank of a node prints it."""
+    `rank` is None during startup, when all ranks find the same ConfigError: only a node's first rank prints it."""
     status = 2 if isinstance(error, ConfigError) else 1
     lost_connection = isinstance(error, RuntimeError) and bool(LOST_CONNECTION.search(f"{error}"))
     where = f"rank {rank.launch.rank} on {socket.gethostname()}" if rank else "a rank"
@@ -63,7 +63,7 @@ def fail(error: Exception, rank: OneRank | None) -> None:
 
 
 def failure(rank: int, message: str, status: int = 1) -> dict[str, Any]:
-    """Return the record of a rank's failure, which ends all ranks; an empty message is not printed."""
+    """Return the record of a rank's failure. Once stored, it ends all ranks. An empty `message` is not printed."""
     return {"rank": rank, "machine": machine(), "status": status, "message": message, "kind": "error"}
 
 

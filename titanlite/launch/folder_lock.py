@@ -129,8 +129,8 @@ class FolderLock:
         return _token(_read(self.path)) == self.token
 
     def _is_settled(self) -> bool:
-        """Wait a moment, and return whether this process still holds the lock: another process may meanwhile have
-        renamed the lock file (_withdraw), and a third may have created a new one."""
+        """Return whether this process still holds the lock after a moment, in which another process may have renamed
+        the lock file (_withdraw) and a third process may have created a new one."""
         time.sleep(min(self.beat_seconds / 2, 0.1))
         return self.is_held()
 
@@ -169,8 +169,8 @@ class FolderLock:
                 os.rename(aside, self.path)
 
     def _is_dead(self, found: bytes) -> bool:
-        """Return True, and print a line, if a lock's holder is dead; return False if the lock has changed. Raises
-        FolderInUse if the holder is alive, or its lock may not be taken over."""
+        """Return True, and print a line, if a lock's holder is dead; return False if the lock file has changed
+        meanwhile. Raises FolderInUse if the holder is alive, or its lock may not be taken over."""
         holder = _parse(found)
         who = str(holder) if holder else "an unknown process (the lock is damaged)"
         alive, which = holder.is_alive() if holder else None, "which is dead"
@@ -189,8 +189,8 @@ class FolderLock:
         return True
 
     def _watch(self, found: bytes, who: str) -> bytes | None:
-        """Return the lock file's content once it differs from `found`, or `found` if it does not change. Count reads,
-        not time: the holder may have been suspended together with this process."""
+        """Return the lock file's content once it differs from `found`, or `found` if it does not change. The limit is a
+        number of reads, not a time, since holder and this process may have been suspended together."""
         looks_per_beat = 10
         with progress(f"{self.purpose}: waiting for a heartbeat of {who}"):
             for _ in range(looks_per_beat * self.patience):
@@ -208,7 +208,7 @@ class FolderLock:
                     return
 
     def _beat(self) -> Holder | None:
-        """Increase the lock file's counter, or restore a damaged file. Return the lock's new holder, if any."""
+        """Increase the lock file's counter, or restore a damaged file. Return the holder if it is another process."""
         self._beats += 1
         found = _read(self.path)
         holder = _parse(found)

@@ -8,7 +8,7 @@ Environment:
     MAX_RESTARTS=N  how often all ranks are started anew after one has failed, to resume from the newest checkpoint
                     (default 0)
     NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, JOB_ID   for a multi-node run; run the command on each node.
-                    NNODES=MIN:MAX starts, and restarts, with as many nodes as there are
+                    NNODES=MIN:MAX starts, and restarts, with all nodes that have joined
 
 The config is checked once, here, before any rank starts: a mistake is one line, not a traceback of every rank."""
 
@@ -49,7 +49,7 @@ VARIABLES = {
 
 
 def ranks_wanted(loaded: LoadedConfig[Config], environment: Mapping[str, str], n_devices: int) -> int:
-    """Return the number of ranks on all nodes: NGPU per node, the product of the degrees, or one per device."""
+    """Return the number of ranks on all nodes: NGPU per node, else the degrees' product (-1: all devices)."""
     _, nodes = nodes_of(environment)
     if environment.get("NGPU"):
         return nodes * count(environment, "NGPU", 1)
@@ -61,7 +61,7 @@ def ranks_wanted(loaded: LoadedConfig[Config], environment: Mapping[str, str], n
 
 def ranks_per_node(loaded: LoadedConfig[Config], environment: Mapping[str, str], n_devices: int) -> int:
     """Return the number of ranks on this node. Raises ConfigError if nodes cannot have equally many ranks, `check`
-    rejects the launch, or nodes without devices have too little memory for weights and optimizer states."""
+    rejects the launch, or ranks on CPUs need more memory for weights and optimizer states than the nodes have."""
     (least, nodes), wanted = nodes_of(environment), ranks_wanted(loaded, environment, n_devices)
     needed = count_parameters(loaded.config.model) * BYTES_PER_PARAMETER
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -92,7 +92,7 @@ def check_folders(loaded: LoadedConfig[Config]) -> None:
 
 
 def load_and_check(argv: list[str], use: Callable[[LoadedConfig[Config]], Any]) -> LoadedConfig[Config]:
-    """Load a config. Raises ConfigError with all problems of options, of folders and from `use`."""
+    """Load a config. Raises ConfigError with all problems of options and folders and those that `use` raises."""
     problems, checks, (own, options) = list[str](), [use, check_folders], take_own(argv)
     try:
         loaded = load(options, own)
@@ -121,7 +121,7 @@ def nodes_of(environment: Mapping[str, str]) -> tuple[int, int]:
 
 
 def text_of(environment: Mapping[str, str], name: str, default: str = "") -> str:
-    """Return the value of one of VARIABLES, or `default` if it is unset or empty. Raises ConfigError if it is wrong."""
+    """Return the value of one of VARIABLES, or `default` if unset or empty. Raises ConfigError if a value is bad."""
     pattern, expected = VARIABLES[name]
     if (text := environment.get(name) or default) and not re.fullmatch(pattern, text, re.ASCII):
         raise ConfigError([f"environment: {name} = {show(text)}: expected {expected}"])
@@ -144,7 +144,7 @@ def require_place(environment: Mapping[str, str], ranks: int = 1) -> None:
 
 
 def launch_variables(loaded: LoadedConfig[Config]) -> dict[str, str]:
-    """Write the ranks' config, and return their environment variables. Raises ConfigError if the file is unwritable."""
+    """Write the ranks' config file, and return their environment variables. Raises ConfigError if it is unwritable."""
     dump_folder = loaded.config.job.dump_folder
     folder = Path(dump_folder) / "logs"
     try:

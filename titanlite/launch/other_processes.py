@@ -22,7 +22,7 @@ class LauncherSignals(Signals):
         self._stopped: set[int] = set()
 
     def received(self, number: int) -> None:
-        """Pass a signal on to the ranks, SIGHUP as SIGTERM; a stop before there are ranks ends the launcher."""
+        """Pass a signal on to the ranks (for SIGHUP, SIGTERM). A stop before ranks have started ends the launcher."""
         ranks = children(os.getpid())
         self.stopping = self.stopping or number != signal.SIGUSR1
         if self.stopping and not self.ranks_exist and not ranks:
@@ -44,7 +44,7 @@ class LauncherSignals(Signals):
 
 @functools.cache
 def listen_as_launcher() -> LauncherSignals:
-    """Return the signals of this process, a launcher, and handle signals from now on."""
+    """Handle the signals of this process, a launcher, from now on, and return their handler."""
     signals = LauncherSignals()
     signals.listen(signals.received)
     return signals

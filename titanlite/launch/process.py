@@ -107,7 +107,7 @@ _ending = threading.RLock()
 
 
 def begin_to_end() -> None:
-    """Let one thread end the process: in all other threads, begin_to_end never returns."""
+    """Return in the first thread that calls this, which then ends the process; in other threads, never return."""
     if not _ending.acquire(blocking=False):
         threading.Event().wait()
 
@@ -174,14 +174,14 @@ def start_rank() -> None:
 
 
 def retain_freed_memory() -> None:
-    """Let glibc keep freed memory for the next step: mapping and clearing new pages would take time."""
+    """Let glibc keep freed memory for the next step: mapping and zeroing new pages takes time."""
     with contextlib.suppress(AttributeError, OSError):
         for parameter in (-3, -1):  # malloc.h: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
             ctypes.CDLL(None).mallopt(parameter, 2**31 - 1)
 
 
 def end_after(wait: Callable[[], object], name: str, status: int = -signal.SIGKILL) -> None:
-    """Start a thread that ends this process, with a status or by a signal, when `wait` returns."""
+    """Start a thread that calls `wait` and then ends this process, with `status` or, if negative, by a signal."""
 
     def watch() -> None:
         wait()
@@ -236,7 +236,7 @@ _stalled: set[int | IO[str]] = set()
 
 
 def takes_text(file: int | IO[str]) -> bool:
-    """Return whether a file accepts text now. Wait once for a stalled terminal or pipe, which then loses text."""
+    """Return whether a file accepts text now. Wait once for a stalled terminal or pipe; then its text is lost."""
     poll = select.poll()
     with contextlib.suppress(ValueError):  # the stream has no file descriptor
         poll.register(file, select.POLLOUT)

@@ -33,7 +33,7 @@ def log_rank0(message: str) -> None:
 
 
 def watch(launch: Launch, comm: Comm, dump_folder: str) -> OneRank:
-    """Return the object that ends this rank after an error: a Watchdog, if there are other ranks to watch."""
+    """Return the object that ends this rank after an error. If there are other ranks, it is a Watchdog."""
     if launch.world_size == 1:
         return OneRank(launch)
     from titanlite.launch.watchdog import Watchdog  # imported here: a single rank needs no watchdog
@@ -106,14 +106,14 @@ def set_group_timeout(group: dist.ProcessGroup, seconds: int) -> None:
 
 
 def _backstop(seconds: int) -> timedelta:
-    """Return the timeout of process groups, longer than the watchdog's: the watchdog names the failed rank first."""
+    """Return process groups' timeout. It exceeds the watchdog's, so that the watchdog names the failed rank first."""
     return timedelta(seconds=seconds + BACKSTOP_SECONDS)
 
 
 @contextlib.contextmanager
 def compared_over_ranks() -> Iterator[Callable[..., None]]:
-    """Yield a function with which all ranks must compare the identities of their data; a difference raises ConfigError.
-    Only the watchdog limits the wait, since tokenizing may take hours longer on some nodes."""
+    """Yield a function that compares the identities of all ranks' data; every rank must call it. Raises ConfigError if
+    they differ. Only the watchdog limits the wait for other ranks: tokenizing may take hours longer on some nodes."""
     group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
 
     def compare(*own: str) -> None:

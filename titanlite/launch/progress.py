@@ -56,8 +56,8 @@ _seen, _suspended = time.monotonic(), 0.0
 
 
 def now() -> float:
-    """Return the time in seconds on a clock that stops while the process is suspended, as by SIGSTOP. `now` is called
-    every second, so a gap of more than 5 s between calls is a suspension."""
+    """Return seconds on a clock that leaves out the time in which the process was suspended, as by SIGSTOP. `now` is
+    called every second, so more than 5 s between two calls count as a suspension."""
     global _seen, _suspended
     seconds = time.monotonic()
     if seconds - _seen > _SUSPENDED_SECONDS:
@@ -90,8 +90,8 @@ _longest_at_first: dict[str, float] = {}  # most seconds of each activity in thi
 
 
 def mark(name: str, step: int | None = None, *, limited: bool = True) -> None:
-    """Record the activity that the main thread begins; without `step`, the step's number stays. limited=False: no time
-    limit, since the activity waits for another rank, whose activity has a limit."""
+    """Record the activity that the main thread begins; if `step` is None, the number of the step stays the same.
+    limited=False: no time limit, since the activity waits for another rank, whose activity has a limit."""
     global current
     begin, last = now(), current
     _longest[last.name] = max(_longest.get(last.name, 0.0), begin - last.since)
@@ -105,7 +105,7 @@ def alive() -> None:
 
 
 def first_step_done(timeout_seconds: float) -> None:
-    """Record the end of the first step; from now on, `timeout_seconds` is the timeout of activities."""
+    """Record the end of the first step. From now on, activities have the timeout `timeout_seconds`."""
     global train_timeout
     mark("end of the first step")
     train_timeout = timeout_seconds
@@ -114,8 +114,8 @@ def first_step_done(timeout_seconds: float) -> None:
 
 
 def is_over(init_timeout_seconds: float) -> bool:
-    """Return whether the current activity takes longer than its longest time so far plus the timeout; in the first
-    step, and for an activity that is new (it may compile), plus `init_timeout_seconds`."""
+    """Return whether the current activity takes longer than its longest time so far plus the timeout. In the first
+    step, and for a new activity (it may compile), the timeout is `init_timeout_seconds`."""
     before = _longest.get(current.name, _longest_at_first.get(current.name))
     timeout = init_timeout_seconds if before is None or train_timeout is None else train_timeout
     return current.limited and now() - current.since > timeout + (before or 0.0)

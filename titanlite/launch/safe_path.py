@@ -7,7 +7,7 @@ PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def leave_working_directory() -> None:
-    """Remove the working directory, or the script's folder, from sys.path. Call this before any other import."""
+    """Remove the script's folder or working directory, added by Python, from sys.path. Call it before other imports."""
     if not getattr(sys.flags, "safe_path", False):  # Python 3.11 or newer has this option
         del sys.path[0]
 

@@ -1,9 +1,9 @@
-"""Finds the rank that hangs or has died, and ends all ranks with the true cause.
+"""Finds the rank that hangs or has died, and ends all ranks with an error that names it.
 
 Ranks write heartbeats to the launch's store, without collectives, which may hang. A rank is silent if its neighbour
-sees no new heartbeat for the timeout. A rank hangs if its main thread exceeds the longest time of an activity so far by
-the timeout. The first rank that has or detects a failure records it in the store, where all other ranks read it within
-seconds. Keys below titanlite/ATTEMPT/: `end`, the failure; `rank/N`, the heartbeat of rank N; both are JSON."""
+sees no new heartbeat for the timeout. A rank hangs if an activity of its main thread exceeds its longest time so far
+plus the timeout. The first rank that has or detects a failure records it in the store, where all other ranks read it
+within seconds. JSON keys below titanlite/ATTEMPT/: `end`, the failure; `rank/N`, the heartbeat of rank N."""
 
 import contextlib
 import faulthandler
@@ -62,7 +62,7 @@ class Watchdog(OneRank):
             self._finished.set()
 
     def end(self, message: str, status: int, *, lost_connection: bool = False) -> None:
-        """End all ranks after an error; each node prints the first error. lost_connection: wait for another rank's."""
+        """End all ranks after an error; a node prints the first. lost_connection: wait for another rank's error."""
         deadline = time.monotonic() + RECORD_SECONDS
         while lost_connection and self._begun and time.monotonic() < deadline:
             time.sleep(0.1)  # _beat, in its own thread, ends this process when it reads another rank's failure
@@ -174,7 +174,7 @@ class Watchdog(OneRank):
         self._end(self._record(message if self.launch.local_rank == 0 else ""))  # one message per node
 
     def _hang(self, silent: int | None = None) -> dict[str, Any] | None:
-        """Return the record of a hang: the rank `silent`, or the slowest ranks; None if all ranks may be compiling."""
+        """Return the record of a hang of rank `silent` (None: of the slowest), or None if all may be compiling."""
         keys, missing = [f"rank/{rank}" for rank in range(self.launch.world_size)], []
         if not self._store.check(keys):
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]

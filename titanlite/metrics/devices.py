@@ -1,5 +1,5 @@
 """Accelerators by name: peak rates, memory and bandwidths of their data sheets, from devices.toml, for plans and MFU. A
-user may describe another device in a TOML file with the keys of `Device`, named by plan.device."""
+user may describe another device in a TOML file with the keys of `Device`; plan.device names the file."""
 
 import itertools
 import os

@@ -1,5 +1,5 @@
-"""TensorBoard's event files, written by the thread that trains. torch's SummaryWriter writes in a thread, which ends at
-its first error, such as a full disk, and may leave part of a record, at which TensorBoard stops reading."""
+"""TensorBoard's event files, written by the training thread. torch's SummaryWriter is not used: its own thread ends at
+the first error, such as a full disk, and may leave part of a record, at which TensorBoard stops reading."""
 
 import io
 import os
@@ -17,7 +17,7 @@ from titanlite.files.appended_file import AppendedFile
 
 
 class EventFile:
-    """Writes a run's events from `first_step` on into a new file. TensorBoard hides older events of these steps."""
+    """Writes a run's events from `first_step` on into a new file. TensorBoard hides older events of the same steps."""
 
     def __init__(self, folder: Path, first_step: int):
         name = f"events.out.tfevents.{time.time_ns() // 10**9:010}.{platform.node()}.{os.getpid()}"

@@ -126,10 +126,10 @@ def step_values(loss: float, largest: float, norm: float, lr: float, counts: Seq
 
 
 class Logger:
-    """The logger of all ranks except the first: it writes nothing."""
+    """A logger that writes nothing, for all ranks except the first."""
 
     def begin(self, last_step: int) -> None:
-        """Prepare the files of a run that begins after `last_step`; 0: a new run."""
+        """Prepare the files of a run that resumes after `last_step`, or of a new run (0)."""
 
     def log(self, step: int, values: Mapping[str, Any], seconds_per_step: float) -> None:
         """Write a step's values by tag. metrics.jsonl stores nan and inf as null; tensors become histograms."""
@@ -138,17 +138,17 @@ class Logger:
         """Write prompts and the generated texts that follow them, one line each on the console."""
 
     def remove_after(self, step: int) -> None:
-        """Remove the logged values of all steps after `step`, to whose weights the run has returned."""
+        """Remove the logged values of all steps after `step`, since the run has returned to the weights of `step`."""
 
     def close(self) -> None:
-        """Write the records that a full disk has delayed, or print a line if they are lost."""
+        """Write records that could not be written before, or print a line if they are lost."""
 
 
 class MetricsLogger(Logger):
-    """Writes rank 0's console lines, metrics.jsonl, TensorBoard and config.toml, whose text is `config`. A new run
-    moves the files of an earlier run to previous/DATE. A resumed run removes the values of steps after its checkpoint.
+    """Writes rank 0's console lines, metrics.jsonl, TensorBoard and config.toml with the text `config`. A new run moves
+    the files of an earlier run to previous/DATE. A resumed run removes the values of steps after its checkpoint.
     `begin` raises ConfigError if files cannot be changed. Later, if a file cannot be written, as on a full disk, one
-    line is printed to stderr. `steps`: the run's last step."""
+    line is printed to stderr. `steps`: the number of the run's last step."""
 
     def __init__(self, dump_folder: Path, metrics: Metrics, *, steps: int, config: str):
         self.folder, self.metrics, self.steps, self.config = dump_folder, metrics, steps, config

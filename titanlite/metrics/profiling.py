@@ -8,7 +8,7 @@ from titanlite.config.schema import Job, Profiling
 
 
 def profilers(job: Job, profiling: Profiling, rank: int) -> AbstractContextManager[Callable[[int], None]]:
-    """Return a context that runs the enabled profilers, and yields a function to call with each step's number."""
+    """Return a context manager that runs the enabled profilers. It yields a function to call at each step."""
     if not (profiling.enable_profiling or profiling.enable_memory_snapshot):
         return nullcontext(lambda step: None)
     from titanlite.metrics.profilers import run_profilers  # imported here: few runs are profiled

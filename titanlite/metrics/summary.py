@@ -54,7 +54,7 @@ def run_summary(
 
 
 def account(positions: int, masked: int, padding: int, cut: int) -> str:
-    """Return a line with the shares of positions trained on, masked and padding, and the number of documents cut."""
+    """Return a line with the numbers of trained, masked and padding positions, and of documents cut."""
     trained = f"account    {positions - masked - padding:,} of {positions:,} positions trained on"
     return f"{trained}, {masked:,} masked, {padding:,} padding; {cut:,} documents cut by the end of a sequence"
 
@@ -87,15 +87,15 @@ def describe_mesh(config: Config) -> str:
 
 
 def bytes_per_state(dtype: str) -> float:
-    """Return the bytes of one element of an optimizer state, including its part of a block's float32 scale."""
+    """Return the bytes of one element of an optimizer state, with its share of a quantization block's scale."""
     if dtype in QUANTIZED_STATES:
         return (0.5 if dtype == "int4" else 1) + 4 / QUANTIZED_STATES[dtype]
     return getattr(torch, dtype).itemsize
 
 
 def describe_precision(config: Config) -> str:
-    """Return the dtypes of a run, and the bytes of weight, gradient and optimizer states per parameter, over all ranks.
-    Under Muon, one state is counted for every parameter, although embeddings and norms have two."""
+    """Return the dtypes of a run, and the total bytes on all ranks per parameter: weight, gradient and optimizer
+    states. Under Muon, one state is counted for every parameter, although embeddings and norms have two."""
     training, state_dtype = config.training, config.optimizer.state_dtype.replace("auto", config.training.dtype)
     n_states = 1 if config.optimizer.name == "Muon" else 2
     size = 2 * getattr(torch, training.dtype).itemsize + n_states * bytes_per_state(state_dtype)
@@ -111,7 +111,7 @@ def describe_precision(config: Config) -> str:
 
 
 def optimization_summary(config: Config, trained: str = "") -> list[str]:
-    """Return a line for each enabled technique that saves time or memory. `trained`: what LoRA trains."""
+    """Return a line for each enabled technique that saves time or memory. `trained`: text on what LoRA trains."""
     float8, ac, lora, chunks = config.float8, config.activation_checkpoint, config.lora, config.training.loss_chunks
     option = f" {ac.selective_ac_option}" * (ac.mode == "selective")
     groups = f", {ac.layers_per_checkpoint} layers per checkpoint" * (ac.layers_per_checkpoint > 1)

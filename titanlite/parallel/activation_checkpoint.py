@@ -20,8 +20,8 @@ PRODUCTS += [getattr(torch.ops.aten, name).default for name in ("_scaled_mm", "_
 
 
 def _saved_operators(option: str) -> list[Any]:
-    """Return the operators whose results selective AC saves: attention; under "op" also matrix products, D operations
-    per element, and collectives except all-gathers (large results). Other operators read memory once, as norms do."""
+    """Return the operators whose results selective AC saves: attention, and under "op" also matrix products (D
+    operations per element) and collectives except all-gathers (large results). Others, as norms, are cheap."""
     names = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention", "attention_math")
     saved = [getattr(torch.ops.aten, f"_scaled_dot_product_{name}") for name in names]
     if hasattr(torch.ops.titanlite, "tiled_attention"):  # the operator exists if its file was imported
@@ -34,8 +34,8 @@ def _saved_operators(option: str) -> list[Any]:
 
 
 def _every_second_mm() -> Any:
-    """Return the contexts for a block's forward and for recomputing it, which save the results of the first, third, ...
-    matrix product."""
+    """Return the contexts for a block's forward and for recomputing it. The forward saves the result of every
+    odd-numbered matrix product."""
     saved, counts = set(_saved_operators("op")), {False: 0, True: 0}  # matrix products so far, by context.is_recompute
 
     def policy(context: SelectiveCheckpointContext, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
@@ -50,7 +50,7 @@ def apply_activation_checkpoint(model: Llama, activation_checkpoint: ActivationC
     """Apply AC to the blocks of a model or a pipeline stage, in place, before blocks are compiled. Full AC: every block
     saves its inputs only. Selective AC, "op": every block saves the results of slow operators. "every_second_mm": as
     "op", but only every second matrix product, as in torchtitan. "attention": every block saves its inputs and the
-    result of attention. N: every N-th layer saves its inputs only."""
+    result of attention. N: every N-th layer saves its inputs only; other layers have no AC."""
     mode, option = activation_checkpoint.mode, activation_checkpoint.selective_ac_option
     if mode == "none":
         return

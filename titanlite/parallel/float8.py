@@ -13,7 +13,7 @@ from titanlite.torch_workarounds import round_casts_as_eager
 
 
 def convert_to_float8(stage: Llama, float8: Float8, names: Collection[str]) -> None:
-    """Convert the linear layers `names` of a stage on the meta device to float8, in place, before it is sharded."""
+    """Convert a stage's linear layers in `names` to float8, in place: on the meta device, before FSDP shards them."""
     round_casts_as_eager(float8.recipe != "tensorwise")
     config = dataclasses.replace(
         Float8LinearConfig.from_recipe_name(float8.recipe),

@@ -18,7 +18,7 @@ from titanlite.torch_workarounds import NothingToReduce
 
 def apply_fsdp(model: Llama, layout: Layout, parallelism: Parallelism, training: Training) -> None:
     """Shard every parameter of a model or a pipeline stage over the mesh's axis fsdp, and replicate it over
-    dp_replicate, one block at a time. `parallelism` and `training` are of a resolved config."""
+    dp_replicate. Each block is an FSDP unit. `parallelism` and `training` are of a resolved config."""
     param_dtype = getattr(torch, training.mixed_precision_param)
     reduce_dtype = getattr(torch, training.mixed_precision_reduce)
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if training.enable_cpu_offload else OffloadPolicy()
@@ -65,9 +65,9 @@ def axes_of(mesh: DeviceMesh, axis: str) -> DeviceMesh:
 
 
 def use_in_place(model: nn.Module, parallelism: Parallelism, training: Training) -> None:
-    """If there is one shard, and compute and weights have the same dtype, let fully_shard use the weights without
-    copies; on one rank, gradients are not copied either. Call this before the first forward. fully_shard calls two
-    methods of a local tensor if they exist: `fsdp_pre_all_gather` returns what to gather, here nothing, and
+    """If there is one shard, and compute and weights have the same dtype, let fully_shard use the weights, and on one
+    rank also the gradients, without copies. Call this before the first forward. fully_shard calls two methods of a
+    local tensor if they exist: `fsdp_pre_all_gather` returns the tensors to gather (here an empty tensor), and
     `fsdp_post_all_gather` returns the gathered weight. Private: `_local_tensor` (tried on torch 2.11 and 2.13)."""
     if training.mixed_precision_param != training.dtype or training.enable_cpu_offload:
         return

@@ -51,7 +51,7 @@ def _layout(device_type: str, degrees: tuple[int, int, int, int, int, int], ep: 
     alone = dist.new_group([dist.get_rank()], **options) if math.prod(degrees) > 1 else dist.group.WORLD
 
     def group_along(axis: int, name: str, ranks: torch.Tensor, *, own: bool = False) -> dist.ProcessGroup:
-        """Return this rank's process group along an axis; without `own`, the default group if it has all ranks."""
+        """Return this rank's process group along an axis. Without `own`, a group of all ranks is the default group."""
         rows = ranks.movedim(axis, -1).flatten(0, -2)
         (members,) = rows[(rows == dist.get_rank()).any(1)].tolist()
         if len(members) == ranks.numel() and not own:

@@ -8,10 +8,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 @runtime_checkable
 class ShardsWeights(Protocol):
-    """A module that shards its own weights, instead of the plan in tensor.py."""
+    """A module that shards its weights itself; tensor.py's plan does not."""
 
     def shard_weights(self, tensor: DeviceMesh | None, expert: DeviceMesh | None) -> None:
-        """Shard the weights over one-dimensional meshes, in place; None: no tensor or no expert parallelism."""
+        """Shard the weights over one-dimensional meshes, in place. A mesh is None without its parallelism."""
 
 
 @runtime_checkable
@@ -22,5 +22,5 @@ class RunsUncompiled(Protocol):
         """Compile those operators of the module that torch.compile can trace."""
 
     def fully_shard_block(self, block: nn.Module, *sections: Any, **settings: Any) -> dict[nn.Module, DeviceMesh]:
-        """Apply fully_shard with `settings` to the module's block. Return the submodules that became FSDP units of
-        their own, with their meshes. `sections`: the Layout and the section [training]."""
+        """Apply fully_shard with `settings` to the module's block. Return the mesh of each submodule that became an
+        FSDP unit of its own. `sections`: the Layout and the section [training]."""

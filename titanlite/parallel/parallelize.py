@@ -26,14 +26,14 @@ def parallelize(
        Step 1 also shards experts, over the axis tp or ep.
     2. Context parallel replaces the inner attention, which gets this rank's heads from step 1.
     3. Activation checkpointing wraps the forward of a block, steps 1 and 2 included.
-    4. Compile takes a checkpointed block, so that the compiler sees what is recomputed. FSDP comes later, since its
+    4. Compile takes a checkpointed block, so that the compiler sees what is recomputed. FSDP comes after, since its
        hooks cannot be traced.
-    5. FSDP follows, because fully_shard takes the parameters that the other steps have replaced.
+    5. FSDP follows these, because fully_shard takes the parameters that the other steps have replaced.
     6. Activation checkpointing over groups of blocks comes after FSDP, because it gathers the weights for recomputing.
 
     Before step 1, the model is split into pipeline stages, and float8 replaces linear layers. The sections are of a
-    resolved config, where attention_backend is "auto" only if torch's attention suffices: no context parallel, document
-    mask, sinks or sliding window shorter than a sequence."""
+    resolved config, where attention_backend is "auto" only if torch's attention suffices: without context parallel,
+    document mask and sinks, and with no sliding window that is shorter than a sequence."""
     tensor_mesh = layout.mesh["tp"] if layout.mesh["tp"].size() > 1 else None
     shard_weights(stage, tensor_mesh, layout.expert_mesh["ep"] if layout.expert_mesh else None)
     if training.attention_backend != "auto":

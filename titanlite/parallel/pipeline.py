@@ -93,7 +93,7 @@ class PipelineRunner:
 
     def forward_backward(self, batch: Batch, valid: Tensor) -> Tensor:
         """Add the gradient of (sum of this batch's token losses) / valid to the parameters of all stages. Return the
-        sum in float64 on the rank with the last stage, 0 on others. A pipeline's ranks must have the same batch."""
+        sum in float64 on the rank with the last stage, 0 on others. All ranks of a pipeline pass one batch."""
         self._valid, self._loss_sum = valid, torch.zeros_like(valid)
         self._schedule.step(
             *((batch.tokens,) if 0 in self.stages else ()),
@@ -130,7 +130,7 @@ class PipelineRunner:
         return loss_sum
 
     def warm_up(self, batch: Batch) -> None:
-        """Compile all stages of this rank on one microbatch, without messages or remaining gradients. Otherwise each
+        """Compile all stages of this rank on one microbatch, without communication. No gradients remain. Otherwise each
         stage would compile when its first input arrives, and later stages would time out while they wait."""
         microbatch = self._split(batch)[0]
         for number, stage in self.stages.items():

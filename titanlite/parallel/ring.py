@@ -1,7 +1,7 @@
 """Ring attention (arXiv:2310.01889): ranks keep their queries and send keys and values to the next rank, once per ring
 step, while they attend to the keys that they have. Results over different keys are merged by their log-sum-exp
-(FlashAttention, arXiv:2205.14135). In the backward, keys and values are sent around the ring again, one step ahead of
-their gradients, to which every rank adds and which arrive at the keys' owner. Without a ring, only step 0 exists.
+(FlashAttention, arXiv:2205.14135). In the backward, keys and values are sent around the ring again. Gradients follow a
+step later: every rank adds its terms, and the sums arrive at the keys' owner. A ring of one has only step 0.
 Shapes: B batch, S tokens of a ring rank, H query heads, G KV heads, K head_dim."""
 
 from collections.abc import Callable, Iterator
@@ -73,8 +73,8 @@ def ring_backward(
 def _keys_of_steps(
     k_BSGK: Tensor, v_BSGK: Tensor, document_positions_BS: Tensor | None, ring: Group, window: int
 ) -> Iterator[tuple[int, Tensor, Tensor, Iterator[Tile]]]:
-    """Yield, for each ring step, the keys and values of a ring rank, this rank's first, and the tiles to compute. The
-    next keys arrive during a step. The first item of a tuple is the number of ring steps since the previous tuple."""
+    """Yield a tuple for each ring step that is not skipped: the number of ring steps since the previous tuple, keys,
+    values (first this rank's, then other ranks'), and the tiles to compute. The next keys arrive during a step."""
     rank, size = (ring.rank(), ring.size()) if ring else (0, 1)
     documents, tokens = chunks_of(document_positions_BS, size), k_BSGK.shape[1]
     kv = torch.stack((k_BSGK, v_BSGK)) if ring else (k_BSGK, v_BSGK)
@@ -116,7 +116,7 @@ def _tokens_first(flipped: bool, *tensors: Tensor) -> list[Tensor]:
 def _write(
     total: Tensor | None, index: tuple[slice, slice], value: Tensor, shape: torch.Size, dtype: torch.dtype
 ) -> Tensor:
-    """Return `total` after total[index] = value. Tiles do not overlap; a tile of the full `shape` is not copied."""
+    """Write a tile into total[index] (None: a new tensor), and return `total`, or the tile if it has the `shape`."""
     if value.shape == shape:
         return value.to(dtype).contiguous()
     if total is None:

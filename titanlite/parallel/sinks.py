@@ -18,7 +18,7 @@ def with_sinks(out_BSHK: Tensor, lse_BHS: Tensor, sinks_H: Tensor | None) -> tup
 
 def gradient_of_sinks(sinks_H: Tensor | None, grad_BSHK: Tensor, out_BSHK: Tensor, lse_BHS: Tensor) -> Tensor:
     """Return the gradient of the sinks' scores, -sum exp(sink - lse) (grad . out), or an empty tensor without sinks.
-    `out_BSHK` and `lse_BHS` are from `with_sinks`. A softmax score whose key has the value 0 has this gradient."""
+    `out_BSHK` and `lse_BHS` are from `with_sinks`. A sink is the score of a key with the value 0."""
     if sinks_H is None:
         return grad_BSHK.new_empty(0)
     share_BHS = (sinks_H.to(lse_BHS.dtype).unsqueeze(1) - lse_BHS).exp()

@@ -1,4 +1,4 @@
-"""Tensor parallel (TP), sequence parallel and loss parallel: one literal plan for parallelize_module (Megatron-LM,
+"""Tensor parallel (TP), sequence parallel and loss parallel: one explicit plan for parallelize_module (Megatron-LM,
 arXiv:1909.08053 and arXiv:2205.05198).
 
 Linear layers that produce heads, feed-forward channels or logits are sharded column-wise; wo and w2, which sum over
@@ -30,8 +30,8 @@ FULL = Replicate()
 
 
 class RowsParallel(ParallelStyle):
-    """Shards a module's weight over its first dimension: the vocabulary, or the channels of a norm. `forward` computes
-    the module's output from the module, the mesh and the inputs."""
+    """Shards a module's weight over its first dimension: the vocabulary, or the channels of a norm. `forward(module,
+    mesh, *inputs)` replaces the module's forward."""
 
     def __init__(self, forward: Callable[..., Tensor]):
         self.forward = forward

@@ -4,7 +4,7 @@ Context parallel splits every sequence over ranks, and only attention communicat
 ring x Ulysses (USP, arXiv:2405.07719). Ulysses ranks exchange sequence shards for heads (ulysses.py); ring ranks send
 keys and values around a ring (ring.py). tiles.py determines which queries attend to which keys.
 Shapes: B batch, T tokens of this rank, S tokens of all Ulysses ranks together (two chunks, or one without a ring), H
-query heads, G KV heads, N heads of q, k and v, K head_dim. A tensor with S tokens has one Ulysses rank's heads."""
+query heads, G KV heads, N = H + 2 G heads, K head_dim. A tensor with S tokens has one Ulysses rank's heads."""
 
 from typing import Any
 
@@ -60,7 +60,7 @@ _GROUPS: dict[str, Group] = {"": None}
 
 
 def _register(group: Group) -> str:
-    """Store a process group for the operators. Return its name; "" if the group is this rank alone."""
+    """Store a process group for the operators, and return its name. A group of one rank is not stored: return ""."""
     if group is None or group.size() == 1:
         return ""
     _GROUPS[group.group_name] = group
@@ -89,8 +89,8 @@ def _attention(
     backend: str,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the output [B, T, H, K] and three tensors to save for backward: the log-sum-exp [B, H, S] and, with
-    Ulysses (else empty), attention's input q, k, v [B, S, N, K] and output [B, S, H, K] between the all-to-alls."""
+    """Return the output [B, T, H, K] and three tensors for the backward: the log-sum-exp [B, H, S], and q, k, v [B, S,
+    N, K] and the output [B, S, H, K] between Ulysses' all-to-alls. Without Ulysses, the last two are empty."""
     if not ulysses:
         empty = q.new_empty(0), q.new_empty(0)  # an operator must not return its inputs q, k, v
         return *with_sinks(*_local_forward(q, k, v, document_positions, ring, backend, window), sinks), *empty
@@ -121,7 +121,7 @@ def _attention_backward(
     backend: str,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v and sinks (else empty). `saved`: q, k, v, out, lse, all with S tokens."""
+    """Return the gradients of q, k, v and sinks (empty without sinks). `saved`: q, k, v, out, lse with S tokens."""
     grad_out = sequence_to_heads([grad_out], _GROUPS[ulysses]) if ulysses else grad_out.contiguous()
     grads = _local_backward([grad_out, *saved], document_positions, ring, backend, window)
     d_sinks = gradient_of_sinks(sinks, grad_out, *saved[3:])

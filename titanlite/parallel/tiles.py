@@ -2,9 +2,9 @@
 
 Zig-zag load balancing: since later queries attend to more keys, the sequence is split into 2 x ring chunks, and ring
 rank r has chunks r and 2 x ring - 1 - r (Llama 3, arXiv:2407.21783, section 3.3.2; ring-flash-attention). Each rank
-then has the same work in each ring step, and only ring step 0 needs a causal mask: later, all queries attend to the
-first chunk of an earlier rank's keys, or the second chunk of queries attends to both chunks of a later rank's keys. In
-this example with two ranks, c is a causal triangle of ring step 0, and 0 or 1 is a full block in that ring step:
+then has the same work in each ring step, and only ring step 0 needs a causal mask. In later ring steps, all queries
+attend to the first chunk of an earlier rank's keys, or the second chunk of queries attends to both chunks of a later
+rank's keys. For two ranks, c is a causal triangle in ring step 0, and a digit is a full block's ring step:
 
                   keys  0 1 2 3    chunk
                         0 1 1 0    of rank
@@ -18,8 +18,8 @@ document that is in both form a rectangle.
 
 A sliding window (Longformer, arXiv:2004.05150; Mistral 7B, arXiv:2310.06825) needs no mask either. A triangle longer
 than the window becomes several triangles of the window's length. Where the window ends within a block of earlier keys,
-queries see a triangle of the opposite kind, which every attention backend can compute: in reverse order of queries and
-keys, this triangle is causal. Keys that no query sees cost nothing, and ring steps without visible keys are skipped.
+queries see an upper triangle. Every attention backend can compute it, since it is a causal (lower) triangle in reverse
+order of queries and keys. Keys that no query sees cost nothing, and ring steps without visible keys are skipped.
 Shapes: B batch, S tokens of a ring rank (two chunks, or one without a ring)."""
 
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ class Tile(NamedTuple):
 
     @property
     def on_diagonal(self) -> bool:
-        """Whether queries attend to keys at their own positions. A query's tile on the diagonal is computed first."""
+        """Whether the tile contains the diagonal. A query's tile on the diagonal is computed first."""
         return self.causal and not self.flipped
 
 
@@ -63,7 +63,7 @@ def chunk_numbers(rank: int, size: int) -> list[int]:
 
 
 class Chunk(NamedTuple):
-    """The documents of a chunk, as Python ints, so that no code waits for a device."""
+    """The documents of a chunk, as Python ints: reading them does not wait for a device."""
 
     position: int
     """Position of the chunk's first token in its document."""
@@ -85,8 +85,8 @@ def chunks_of(document_positions_BS: Tensor | None, size: int) -> list[list[Chun
 
 
 def ring_steps(tokens: int, size: int, window: int) -> list[int]:
-    """Return the ring steps in which a query of any rank sees a key, the same list on every rank. In step s, keys are
-    at least s chunks before the queries on some ranks, and size - s chunks on others (zig-zag)."""
+    """Return the ring steps in which a query of any rank sees a key, the same list on every rank. In step s of the
+    zig-zag, keys are at least s chunks before the queries on some ranks, and at least size - s on the others."""
     length, window = tokens // len(chunk_numbers(0, size)), window or tokens * size
     return [step for step in range(size) if step == 0 or (min(step, size - step) - 1) * length + 1 < window]
 
@@ -95,7 +95,7 @@ def tiles_of_step(
     documents: list[list[Chunk]] | None, tokens: int, rank: int, source: int, size: int, window: int = 0
 ) -> Iterator[Tile]:
     """Yield tiles that cover all pairs of a query of ring rank `rank` and a visible key of ring rank `source`.
-    `tokens`: the number of tokens of a ring rank. If rank = source, a query's tile on the diagonal comes first."""
+    `tokens`: the number of tokens of a ring rank. If rank = source, a query's diagonal tile is its first."""
     own, others = chunk_numbers(rank, size), chunk_numbers(source, size)
     length, window = tokens // len(own), window or tokens * size
     if documents is None and window >= (own[-1] + 1 - others[0]) * length:  # documents and window hide no keys
@@ -119,7 +119,7 @@ _Part = tuple[range, range, bool, bool]  # queries, keys (positions in the queri
 
 
 def _band(position: int, bounds: list[int], distance: int, length: int, window: int) -> Iterator[_Part]:
-    """Yield parts that cover the keys that a Chunk's queries see in the chunk that begins `distance` tokens before."""
+    """Yield parts that cover the keys that a chunk's queries see in another chunk, `distance` tokens earlier."""
     if distance == 0:
         for begin, end in pairwise(bounds):
             yield from _triangle(begin, end, window)
@@ -131,8 +131,8 @@ def _band(position: int, bounds: list[int], distance: int, length: int, window: 
 
 
 def _triangle(begin: int, end: int, window: int) -> Iterator[_Part]:
-    """Yield parts that cover a causal triangle of tokens `begin` to `end`, in blocks of `window` tokens: each query
-    sees keys of its own block and of the block before."""
+    """Yield parts that cover a causal triangle of tokens `begin` to `end`, in blocks of `window` tokens: a query sees
+    keys of its own block and the previous block only."""
     for start in range(begin, end, window):
         block = range(start, min(start + window, end))
         yield block, block, True, False
@@ -141,8 +141,8 @@ def _triangle(begin: int, end: int, window: int) -> Iterator[_Part]:
 
 
 def _rectangle(queries: range, keys: range, window: int) -> Iterator[_Part]:
-    """Yield parts that cover the earlier keys that queries see: all keys as long as a query's window begins before
-    them, then a triangle and all keys to its right, then none."""
+    """Yield parts that cover the earlier keys that queries see. The first queries see all keys; queries whose window
+    begins within the keys see a triangle and all keys right of it; the last queries see none."""
     begin = min(max(keys.start + window, queries.start), queries.stop)
     end = max(min(keys.stop + window - 1, queries.stop), begin)
     if begin > queries.start:

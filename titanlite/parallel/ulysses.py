@@ -1,6 +1,6 @@
-"""Before attention, Ulysses ranks exchange sequence shards for heads by an all-to-all, and after attention heads for
-sequence shards: each rank computes some heads for the tokens of all Ulysses ranks (arXiv:2309.14509). Shapes: B batch,
-T tokens of this rank, S tokens of all U Ulysses ranks, N heads in a message, K head_dim."""
+"""Before attention, an all-to-all over Ulysses ranks turns sequence shards into head shards; after it, another
+all-to-all turns them back. Each rank computes some heads for the tokens of all Ulysses ranks (arXiv:2309.14509).
+Shapes: B batch, T tokens of this rank, S tokens of all U Ulysses ranks, N heads in a message, K head_dim."""
 
 import torch
 import torch.distributed as dist

@@ -1,1 +1,1 @@
-"""Techniques run only if an option asks for them. Modules outside this folder import techniques only in functions."""
+"""Techniques run only if an option asks for them. Modules outside this folder import them inside functions."""

@@ -1,7 +1,7 @@
 """Attention sinks (gpt-oss, arXiv:2508.10925; StreamingLLM, arXiv:2309.17453): the softmax of each query head has one
-more key, whose score (the sink) is learned and whose value is 0. With a sink, a head can attend to nothing.
+more key, whose score (the sink) is learned and whose value is 0. With a sink, a head can give all keys weights near 0.
 
-SinkAttention computes the softmax by this definition. On parallel layouts, TiledAttention uses the log-sum-exp instead.
+SinkAttention computes the softmax by this definition. On parallel layouts, TiledAttention uses the log-sum-exp.
 Shapes: B batch, T queries, S keys, H query heads, G KV heads, M = H / G, K head_dim."""
 
 import torch
@@ -16,7 +16,7 @@ from titanlite.parallel.shards import local_shard
 
 
 class SinkAttention(ScaledDotProductAttention):
-    """Computes model.ScaledDotProductAttention with sinks. Scores and mask take memory in proportion to T x S."""
+    """Computes attention as its base class does, but with sinks. Scores and mask take memory in proportion to T x S."""
 
     def __init__(self, model: Model):
         super().__init__(model.sliding_window)
@@ -32,8 +32,8 @@ class SinkAttention(ScaledDotProductAttention):
         return self._attend(q_BHTK, k_BGTK, v_BGTK, mask_TT, local_shard(self.sinks)[:, None, None]).transpose(1, 2)
 
     def attend_cached(self, q_BGMK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, *, attn_mask: Tensor) -> Tensor:
-        """Attend from one new token of each sequence, and return [B, G, M, K]. Dimension 2 of `q_BGMK` is the M query
-        heads of a KV head, in place of the queries. `attn_mask` [B, 1, 1, S] is true for keys to attend to."""
+        """Attend from one new token of each sequence, and return [B, G, M, K]. `q_BGMK` has the M query heads of a KV
+        head in dimension 2, and no dimension for queries. `attn_mask` [B, 1, 1, S] is true for keys to attend to."""
         sinks_GM1 = local_shard(self.sinks).view(*q_BGMK.shape[1:3], 1)
         return self._attend(q_BGMK, k_BGSK, v_BGSK, attn_mask, sinks_GM1)
 

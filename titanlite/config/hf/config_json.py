@@ -1,6 +1,6 @@
 """Conversion between Hugging Face's config.json and the options of [model], for the model types in families.py. A
-config.json is untrusted: unsupported keys and values of a wrong type are rejected. Missing keys get transformers'
-defaults (5.23). Rotary options have two spellings: rope_theta and rope_scaling, or (transformers 5) rope_parameters."""
+config.json is untrusted: unsupported keys and values of a wrong type are rejected. Missing keys get transformers 5.23's
+defaults. Rotary options have two spellings: rope_theta and rope_scaling, or (transformers 5) rope_parameters."""
 
 import math
 import os
@@ -149,9 +149,9 @@ def _bias_options(config: JsonObject, model_type: str) -> dict[str, Any]:
 def hf_config(
     model: Section, *, max_seq_len: int, torch_dtype: str, bos: int | None, eos: int | None
 ) -> dict[str, Any]:
-    """Return a config.json with which transformers computes the same as a `model` with this section [model].
-    `max_seq_len` is in tokens, `torch_dtype` is the saved weights' data type, such as "bfloat16"; `bos` and `eos` are
-    token ids, None if there are none. Raises ConfigError if no model type of transformers supports these options."""
+    """Return a config.json with which transformers computes the same as titanlite with section `model`. `max_seq_len`
+    is in tokens, `torch_dtype` is the saved weights' data type, such as "bfloat16"; `bos` and `eos` are token ids, None
+    if there are none. Raises ConfigError if no model type of transformers supports these options."""
     model_type = _model_type(model)
     family = FAMILIES[model_type]
     config: dict[str, Any] = {
@@ -197,7 +197,7 @@ def _rotary_keys(model: Section, model_type: str) -> dict[str, Any]:
 
 
 def _own_keys(model: Section, model_type: str) -> dict[str, Any]:
-    """Return the keys that only this model type has; pad_token_id is null, since padding is not trained."""
+    """Return the keys that other model types lack. pad_token_id is null, since padding is not trained."""
     if model_type == "granite":
         scale = model.attention_scale
         return {
@@ -251,7 +251,7 @@ def _model_type(model: Section) -> str:
 
 
 def _types_that_fit(model: Section) -> dict[str, bool]:
-    """Return whether a type fits a model's options, for each type that has experts if and only if the model has."""
+    """Return whether each type fits a model's options; dense types are left out if it has experts, and vice versa."""
     names = WITH_EXPERTS if model.moe.n_experts else [name for name in FAMILIES if not FAMILIES[name].experts]
     fits = {name: FAMILIES[name].allows(model) and layers_fit(model, name) for name in names}
     return {name: fit and (name == "phi3" or not is_long(model)) for name, fit in fits.items()}

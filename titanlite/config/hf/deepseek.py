@@ -14,7 +14,7 @@ WIDTHS = DEFAULTS["latents"]
 
 
 def deepseek_options(config: JsonObject, n_heads: int, n_layers: int, mscale_all_dim: float) -> dict[str, Any]:
-    """Return the [model] options that only DeepSeek models have. `config` also collects the problems."""
+    """Return the [model] options that only DeepSeek models have. Problems are added to `config`."""
     model_type = config.values["model_type"]
     is_v2 = model_type == "deepseek_v2"
     reject_others(config, model_type, "deepseek")
@@ -41,7 +41,7 @@ def deepseek_options(config: JsonObject, n_heads: int, n_layers: int, mscale_all
 
 
 def _experts_of_v2(config: JsonObject, n_dense: int) -> dict[str, Any]:
-    """Return the section [model.moe] of a DeepSeek-V2, in which an expert group's best score ranks the group."""
+    """Return the section [model.moe] of a DeepSeek-V2, which ranks groups of experts by their best scores."""
     method = config.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy")
     no_groups = {"n_group": 1, "topk_group": 1} if method == "greedy" else {}  # "greedy" ignores both keys
     config.values.update(no_groups)
@@ -52,7 +52,7 @@ def _experts_of_v2(config: JsonObject, n_dense: int) -> dict[str, Any]:
 
 
 def expert_options(config: JsonObject, n_dense: int, smallest: int = 2) -> dict[str, Any]:
-    """Return [model.moe] of a model whose first n_dense layers are dense. A group has at least `smallest` experts."""
+    """Return [model.moe] of a model whose first n_dense layers are dense. Groups need at least `smallest` experts."""
     defaults = DEFAULTS[config.values["model_type"]]
 
     def integer(key: str) -> int:
@@ -86,8 +86,8 @@ def expert_options(config: JsonObject, n_dense: int, smallest: int = 2) -> dict[
 
 
 def yarn_factors(rope: JsonObject, scaling: float, attention_factor: float) -> dict[str, float]:
-    """Return rope_attention_factor and mscale_all_dim from YaRN's keys; `attention_factor` is -1 if that key is
-    missing. Keys that transformers and DeepSeek's own code read differently are rejected."""
+    """Return rope_attention_factor and mscale_all_dim from YaRN's keys; `attention_factor` is that key's value, -1 if
+    it is missing. Keys that transformers and DeepSeek's own code read differently are rejected."""
     if scaling == 1:
         return {}
     absent = [key for key in ("mscale", "mscale_all_dim") if rope.values.get(key) in (None, 0)]

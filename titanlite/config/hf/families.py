@@ -23,8 +23,8 @@ AMBIGUOUS = ("phi3", "glm", "ministral", "ministral3", "olmo2", "olmo3", "smollm
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A model type of transformers: its class, its options, and the defaults of missing keys. n_kv_heads = None means
-    n_heads, and head_dim = None means hidden_size / num_attention_heads."""
+    """A model type of transformers: its class, its options, and the defaults of missing keys. The default None is
+    n_heads for n_kv_heads, and hidden_size / num_attention_heads for head_dim."""
 
     architecture: str
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -88,12 +88,12 @@ def _has_integer_divisor(model: Section) -> bool:
 
 
 def _own_of_gpt_oss(model: Section) -> set[bool]:
-    """Return {True} if experts have all features that only gpt-oss has, {False} if none, and both values if some."""
+    """Return {True} if experts have all features that only gpt-oss has, {False} for none, {True, False} for some."""
     return {model.moe.expert_bias, model.moe.router_bias, model.moe.swiglu_limit > 0}
 
 
 def _routes(model: Section, own: bool = False, in_every_layer: bool = True, normalizes: bool = True) -> bool:
-    """Return whether routing is a softmax over all experts. Arguments add conditions."""
+    """Return whether routing is a softmax over all experts and meets the conditions that the other arguments add."""
     moe = model.moe
     plain = moe.score_function == "softmax" and moe.score_scaling == 1 and not moe.n_shared_experts
     plain = plain and moe.n_groups_per_token == moe.n_groups and (moe.normalize_scores or not normalizes)
@@ -129,14 +129,14 @@ FAMILIES = {name: Family(**row, fits=FITS.get(name, lambda _: True)) for name, r
 
 
 def reject_others(config: JsonObject, model_type: str, table: str) -> None:
-    """Reject unsupported values of the keys that `only` in families.toml lists under `table`, "any" or "deepseek"."""
+    """Reject unsupported values of the keys that families.toml lists in only.any or only.deepseek (`table`)."""
     for row in _TABLES["only"][table]:
         if model_type in row.get("types", [model_type]) and model_type not in row.get("except", ()):
             config.only(row["key"], row.get("value"), row["reason"])
 
 
 def unsupported_features(values: dict[str, Any]) -> list[str]:
-    """Return the features of a config.json of an unsupported type, each with its key, but never with the value."""
+    """Return the features of a config.json of an unsupported type, each with the key that sets it."""
     rope = values.get("rope_parameters")
     values = {**rope, **values} if isinstance(rope, dict) else values
     keys = {

@@ -1,5 +1,5 @@
-"""Conversion of the keys for layers that differ in sliding window or rotary embedding. transformers has a value per
-layer (layer_types, no_rope_layers), or the number of layers after which a pattern repeats."""
+"""Conversion of the keys for layers that differ in sliding window or rotary embedding. A key of transformers has one
+value per layer (layer_types, no_rope_layers), or it is the period of a pattern of layers."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -89,7 +89,7 @@ def _rotated(config: JsonObject, n_layers: int) -> list[bool]:
 
 
 def _rope(config: JsonObject, model_type: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options of the rotary embedding, and the options in which layers with a window differ."""
+    """Return the model's rotary options, and the rotary options that differ in layers with a window."""
     family = FAMILIES[model_type]
     if family.kinds != "rope":
         return rope_options(config, family.rope_theta, family.rotated), {}
@@ -148,6 +148,6 @@ def hf_layers(model: Section, model_type: str) -> dict[str, Any]:
 
 
 def rope_of_kinds(model: Section) -> tuple[Section, Section]:
-    """Return the options of a layer without a window, and of a layer with a window (the model's, if there is none)."""
+    """Return the options of a layer without and of a layer with a window, or the model's if it has no such layer."""
     kinds = {bool(layer.sliding_window): layer for layer in model.of_layers()}
     return kinds.get(False, model), kinds.get(True, model)

@@ -23,7 +23,7 @@ def rope_options(config: JsonObject, theta: float, rotated: float | None) -> dic
 
 
 def rope_at(config: JsonObject, key: str, theta: float, rotated: float | None = None) -> dict[str, Any]:
-    """Return the rotary options in the object at `key` of config.json, or of a nested object."""
+    """Return the rotary options in the object at `key` of `config`, which is config.json or an object in it."""
     rope, model_type = config.object(key), config.values.get("model_type", "")
     options: dict[str, Any] = {"rope_theta": rope.number("rope_theta", config.number("rope_theta", theta))}
     options |= _share(config, rope, rotated)
@@ -99,7 +99,7 @@ def _longrope(config: JsonObject, rope: JsonObject) -> dict[str, Any]:
 
 
 def _original_length(config: JsonObject, rope: JsonObject) -> int:
-    """Return the sequence length before scaling. transformers prefers a key in config.json to the key in `rope`."""
+    """Return the sequence length before scaling. transformers reads config.json's key first, then that in `rope`."""
     key = "original_max_position_embeddings"
     holders = [each for each in (config, rope) if each.values.get(key) is not None]
     return holders[0].integer(key) if holders else config.integer("max_position_embeddings")
@@ -165,7 +165,7 @@ def hf_rope(model: Section, model_type: str = "") -> dict[str, Any]:
 
 
 def hf_rope_of_kinds(full: Section, local: Section) -> dict[str, Any]:
-    """Return the config.json keys of the rotary embeddings of layers without (`full`) and with a window (`local`)."""
+    """Return config.json's rotary keys. `full`: options of layers without a window; `local`: of layers with one."""
     keys = hf_rope(full)
     sliding = {"rope_theta": local.rope_theta, "rope_type": "default"}
     keys["rope_parameters"] = {"full_attention": keys["rope_parameters"], "sliding_attention": sliding}

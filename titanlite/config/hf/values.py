@@ -65,8 +65,8 @@ def _shown(value: Any) -> str:
 
 
 class JsonObject:
-    """Typed access to the values of a JSON object. Each wrong value adds a line to `problems`, and a valid value
-    replaces it. `names` maps keys to their names in the file, where these differ."""
+    """Typed access to the values of a JSON object. Each wrong value adds a line to `problems`, and is replaced by a
+    valid one. `names` maps keys to their names in the file, where these differ."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class JsonObject:
         self.rejected = set() if rejected is None else rejected
 
     def reject(self, key: str, message: str, *reads: str) -> None:
-        """Add a problem of a key, unless a key in `reads` was rejected: a rejected key has lost the file's value."""
+        """Add a problem of a key, unless a key in `reads` was rejected: its value here is no longer the file's."""
         if not self.rejected.isdisjoint(reads):
             return
         self.rejected.add(key)
@@ -90,7 +90,7 @@ class JsonObject:
         self.problems.append(f"{self.where}{_shown(self.names.get(key, key))[1:-1]}{value}: {message}")
 
     def only(self, key: str, value: Any, reason: str, *reads: str) -> None:
-        """Reject any value of a key except `value`; 1 equals 1.0, but not true. `reads`: as for `reject`."""
+        """Reject any value except `value` (1.0 equals 1, true does not). `reads`: other keys that the rule reads."""
         actual = self.values.get(key)
         if actual is not None and (actual != value or isinstance(actual, bool) != isinstance(value, bool)):
             self.reject(key, f"expected {show(value)}; {reason}", *reads)

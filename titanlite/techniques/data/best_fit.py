@@ -39,9 +39,9 @@ LongDocuments = Literal["split", "drop", "truncate", "reject"]
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """Return the bin of each item, int64. Every bin has the same capacity. The longest items are placed first, each
-    into the fullest bin that still has room for the item. Items of the same length are placed together, because the bin
-    that takes one item is then the fullest bin with room for another. So the time grows with the number of different
-    lengths, hardly with the number of items."""
+    into the fullest bin that still has room for the item. Items of one length are placed together: if a bin takes one
+    of them and has room for another, it is still the fullest such bin. So the time grows with the number of different
+    lengths, not of items."""
     bins, n_bins = np.empty(len(lengths), np.int64), 0
     order = np.argsort(-lengths, kind="stable")
     sizes, begins = np.unique(-lengths[order], return_index=True)
@@ -79,7 +79,7 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 def split_documents(lengths: np.ndarray, seq_len: int, long: LongDocuments) -> np.ndarray:
     """Return the first token and the length of each chunk, int64 [chunks, 2], for documents that are laid end to end. A
-    chunk is a document, or T + 1 tokens of a longer document. Neighbouring chunks share one token, so that every token
+    chunk is a document, or seq_len + 1 tokens of a longer one. Neighbouring chunks share one token, so that every token
     of a document except the first is a target once. A document of one token has no target and is left out."""
     starts, lengths = np.cumsum(lengths, dtype=np.int64) - lengths, lengths.astype(np.int64)
     if long == "drop":
@@ -107,8 +107,8 @@ def pack(chunks: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def lay_out(documents: list[np.ndarray], seq_len: int, not_trained: int) -> Sequence:
-    """Return the sequence of documents with at most T + 1 tokens together. Tokens with the bit `not_trained` are not
-    targets (0: all tokens are targets). Padding is a separate document with ignored targets."""
+    """Return the packed sequence of documents of at most seq_len + 1 tokens together. `not_trained`: the bit that marks
+    tokens that are not targets; 0 if all are targets. Padding is a separate document with ignored targets."""
     stored = np.concatenate([np.empty(0, np.int64), *documents])
     tokens, n = stored & ~not_trained, len(stored)
     inputs, targets = np.zeros(seq_len, np.int64), np.full(seq_len, IGNORED, np.int64)
@@ -227,7 +227,7 @@ class BestFit:
         return index
 
     def _with_targets(self, number: int, chunks: np.ndarray) -> np.ndarray:
-        """Drop chunks of truncated conversations that end before the assistant's first message."""
+        """Drop truncated conversations that contain no token of the assistant."""
 
         def has_target(begin: int, length: int) -> bool:
             return not (self.cache.read(number, self.split, begin + 1, begin + length) & self.not_trained).all()

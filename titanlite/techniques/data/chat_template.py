@@ -1,7 +1,7 @@
 """Chat templates turn the messages of a conversation into tokens, and tell which tokens the assistant wrote.
 transformers renders templates in jinja2's sandbox, in which a template can reach neither files nor code. The template
 may write special tokens, but a special token in a message is ordinary text, unless special_tokens_in_text = "special":
-while the template runs, two other characters replace the special tokens of messages."""
+while the template runs, each special token in a message is replaced by two other characters."""
 
 import contextlib
 import functools
@@ -80,7 +80,7 @@ class ChatTemplate:
         return ChatTemplate(tokenizer).identity
 
     def document(self, training: Training, values: dict[str, Any], unread: set[str]) -> list[Conversation]:
-        """Return the conversations to train on of a row, whose columns are `values`. Adds the message keys that the
+        """Return the conversations of a row to train on; `values` are its columns. Adds the message keys that the
         template ignores to `unread`. Raises ValueError if the row is no conversation or cannot be rendered."""
         restart_time_limit()
         try:
@@ -100,8 +100,8 @@ class ChatTemplate:
         return found
 
     def conversations(self, row: Row, *, special: bool = False) -> list[Conversation]:
-        """Return a row's full conversation last, and before it a beginning for each answer that the template renders in
-        another way (such as without reasoning) if messages follow; such a beginning ends with this answer. `special`:
+        """Return a row's conversations. The last is the full one. Before it come beginnings, each of which ends with an
+        answer that the template renders in another way, such as without reasoning, if messages follow it. `special`:
         messages may contain special tokens. Raises ValueError if the template cannot render the messages, or it is
         unclear which text the assistant wrote."""
         messages, tools, not_trained = row
@@ -159,7 +159,7 @@ class ChatTemplate:
         return _analyzed(self.tokenizer.loaded.get_chat_template(tools=tools))
 
     def _escape(self, value: Any, special: bool = False) -> Any:
-        """Replace the texts in `self.escaped` in all strings of a value; with `special`, keep special tokens."""
+        """In all strings of a value, replace the texts in `self.escaped`; with `special`, keep special tokens."""
         if isinstance(value, dict):
             return {self._escape(key, special): self._escape(item, special) for key, item in value.items()}
         if isinstance(value, list):
@@ -170,7 +170,7 @@ class ChatTemplate:
         return value
 
     def _read(self, text: str, *, named: bool = False) -> str:
-        """Undo `_escape` in a rendered text. With `named`, replace special tokens by their names."""
+        """Undo `_escape` in a rendered text. `named`: write special tokens as their names."""
 
         def text_of_match(match: re.Match[str]) -> str:
             if match[0][0] != ESCAPE:
@@ -197,7 +197,7 @@ class ChatTemplate:
         self, messages: list[dict[str, Any]], tools: Any, text: str, not_trained: Collection[int]
     ) -> tuple[Regions, list[Regions]]:
         """Return the regions of a rendered text, and of each beginning that the template renders in another way if
-        messages follow. An answer begins behind the earlier messages and the generation prompt, as rendered."""
+        messages follow. An answer begins after the rendered earlier messages and generation prompt."""
         regions, beginnings, end = [], [], 0
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -222,7 +222,7 @@ class ChatTemplate:
         return [*regions, (text[end:], False)], beginnings
 
     def _before(self, messages: list[dict[str, Any]], tools: Any, through: str) -> str:
-        """Return the rendered text before the last of `messages`, an answer. `through`: the text of all messages."""
+        """Return the rendered text before the last of `messages`, an answer. `through`: all messages, rendered."""
         if len(messages) > 1:
             with contextlib.suppress(ValueError):  # some templates reject a conversation without its last answer
                 return self._render(messages[:-1], tools, add_generation_prompt=True)
@@ -252,7 +252,7 @@ def encode_questions(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
 
 @functools.lru_cache(maxsize=4)
 def _analyzed(source: str) -> tuple[str, bool, frozenset[str]]:
-    """Return a template's source with TAGS replaced, whether it has {% generation %}, and the words of the source."""
+    """Return a template's source with TAGS replaced, whether it has {% generation %}, and the set of its words."""
     marked = source
     for tag, text in TAGS.items():
         marked = re.sub(rf"\{{%([-+]?)\s*{tag}\s*([-+]?)%\}}", text, marked)

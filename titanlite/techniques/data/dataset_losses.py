@@ -17,7 +17,7 @@ from titanlite.train_step import Observer, TrainStep
 class DatasetLosses(Observer):
     """Adds up the token losses of each dataset over training steps; each rank adds up its own tokens' losses. The
     output head records the token losses of each microbatch, in the order of this rank's sequences. The host reads the
-    sums only in `totals`. `data_rank`: data-parallel index of this rank; `loader` has the position in the data."""
+    sums only in `totals`. `data_rank`: data-parallel index of this rank; `loader` tells the position."""
 
     def __init__(
         self, mixture: MixedSequences, loader: Loader, train_step: TrainStep, training: Training, *, data_rank: int
@@ -43,7 +43,7 @@ class DatasetLosses(Observer):
         self._recorded = []
 
     def after_backward(self, step: int, batches: list[Batch], loss_sum: Tensor, *, is_test: bool) -> None:
-        """Add the recorded losses, unless a loss is not finite. The global batch ends at the loader's position."""
+        """Add a step's recorded losses, or none if one is not finite. The loader is at the end of this global batch."""
         recorded, self._recorded = self._recorded, None
         position = self.loader.position
         if recorded and not is_test:
@@ -61,7 +61,7 @@ class DatasetLosses(Observer):
         return totals
 
     def metrics(self) -> dict[str, float]:
-        """Return each dataset's tokens and epochs read and its mean loss (nats), by tag. Every rank must call this."""
+        """Return the tokens and epochs read and mean loss (nats) of each dataset, by tag. Every rank must call this."""
         rows = zip(self.mixture.names, self.totals().tolist(), strict=True)
         losses = {f"data/{name}/loss": loss / n_tokens for name, (loss, n_tokens) in rows if n_tokens}
         return self.mixture.metrics(self.loader.position) | losses
