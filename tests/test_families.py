@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.helpers.cases import Case, cases
 from tests.helpers.hf import DEEPSEEK as OF_DEEPSEEK
@@ -415,6 +416,26 @@ def test_injected_bug_in_the_norm_of_all_heads_fails(ranks, tmp_path, bug, first
     layout = OLMOE | TP
     actual = compare(ranks, tmp_path, world_size(layout), with_batches(layout), bug)
     assert next(name for name, d in actual.items() if d > 10 * LAYOUT_TOLERANCE) == first
+
+
+def norms_over_heads_in_bfloat16() -> tuple[Tensor, Tensor]:
+    """Return this rank's channels of bfloat16 rows, normed with all ranks' channels, and the same in float64."""
+    generator = torch.Generator().manual_seed(0)
+    x_ND, weight_D = torch.randn(64, 96, generator=generator).bfloat16(), torch.rand(96, generator=generator).bfloat16()
+    module = norm_over_heads.NormOverHeads(96, eps=1e-6, dtype=torch.bfloat16)
+    module.weight.data.copy_(weight_D)
+    exact_ND = nn.functional.rms_norm(x_ND.double(), [96], weight_D.double(), 1e-6)
+    module.shard_weights(mesh := init_device_mesh("cpu", (2,)), None)
+    own = mesh.get_local_rank()
+    return module(x_ND.chunk(2, dim=1)[own]).detach(), exact_ND.chunk(2, dim=1)[own]
+
+
+def test_the_norm_of_all_heads_is_rounded_to_bfloat16_once(ranks):
+    """One rounding is 2^-8 of the result. In float32, a sum of 96 squares has at most 96 roundings, and its root half
+    of their error; 5 more are those of the mean, the root and the products."""
+    for actual, exact in ranks(2).run(norms_over_heads_in_bfloat16):
+        assert actual.dtype == torch.bfloat16
+        assert ((actual - exact).abs() <= (2**-8 + (96 / 2 + 5) * 2**-24) * exact.abs()).all()
 
 
 def test_window_changes_what_is_computed(tmp_path):

@@ -23,7 +23,7 @@ from safetensors import safe_open
 from tests.helpers.cases import cases
 from tests.helpers.checkpoint import assert_skipped, change_state, flip
 from tests.helpers.launches import finish
-from tests.parallel.test_step_costs import no_value_is_read
+from tests.parallel.test_step_costs import alone, no_value_is_read  # noqa: F401
 from tests.test_architecture import (
     LINES_OF_A_DEBUG_RUN,
     LINES_OF_A_RANK_OF_MANY_TECHNIQUES,
@@ -149,11 +149,18 @@ Steps = tuple[tuple[int, int], ...]
 """(rank, step)"""
 
 
-def run_train(argv: list[str], stop_after: int = 10**9, not_finite: Steps = (), overflow: Steps = ()) -> str:
+def run_train(
+    argv: list[str],
+    stop_after: int = 10**9,
+    not_finite: Steps = (),
+    overflow: Steps = (),
+    signals: Signals | None = None,
+) -> str:
     """Train on every rank, and return the message of the error that ended it; without one, "".
 
     Args:
         stop_after: rank 0 is asked to stop during this step.
+        signals: what this rank is asked, instead of `stop_after`.
         not_finite: where the loss is replaced by infinity.
         overflow: where a gradient is replaced by infinity, and the loss is not.
     """
@@ -170,7 +177,7 @@ def run_train(argv: list[str], stop_after: int = 10**9, not_finite: Steps = (), 
 
     try:
         with mock.patch.object(TrainStep, "forward_backward", forward_backward):
-            train.train(job, launch, StopAfter(stop_after if launch.rank == 0 else 10**9))
+            train.train(job, launch, signals or StopAfter(stop_after if launch.rank == 0 else 10**9))
     except (config.ConfigError, TrainingError) as error:
         return str(error)
     return ""
@@ -371,6 +378,20 @@ def test_loss_scale():
     other.load(json.loads(json.dumps(scale.state())))
     other.update(overflowed=False)
     assert other.value == 16
+
+
+def test_an_overflow_at_a_loss_scale_of_one_is_a_step_that_is_not_finite(alone):  # noqa: F811
+    """A smaller scale would not help: without the limit, all later steps could be skipped in silence."""
+    checkpoints = mock.Mock(after_divergence=lambda: "")
+    guard = StepGuard(n_allowed=1, loss_scale=LossScale(2.0, growth_interval=2))
+    overflow = (1.0, math.inf, torch.ones((), dtype=torch.float64), checkpoints)
+    guard.settle(1, *overflow)
+    assert (guard.loss_scale, guard.n_nonfinite) == (1, 0)
+    guard.settle(2, *overflow)
+    assert guard.n_nonfinite == 1
+    with pytest.raises(TrainingError, match=r"^step 3: the gradient norm is inf .*nonfinite_steps_allowed = 1, all"):
+        guard.settle(3, *overflow)
+    checkpoints.confirm.assert_not_called()
 
 
 def test_a_run_that_goes_on_in_float16_begins_with_the_initial_loss_scale():
@@ -761,6 +782,63 @@ def test_when_asked_to_stop_all_ranks_end_after_the_same_step_and_save(runs, fol
     assert [values["step"] for values in stopped] == [1, 2]
     assert sorted(path.name for path in (folder / "run" / "checkpoint").iterdir()) == ["step-2"]
     assert computed(runs(2, "run", "--checkpoint.enable")) == computed(uninterrupted)
+
+
+WAITS = {
+    "waiting for data": 2,
+    "forward and backward": 2,
+    "updating the weights": 2,
+    "logging": 2,
+    "validation": 2,
+    "saving a checkpoint": 3,
+    "waiting for the last checkpoint": 4,
+    "testing the last checkpoint": 4,
+}
+"""The activities of a run of four steps that saves after every second one; and the last step of a run that is asked to
+stop during an activity of step 2, or of step 4 for those of its end."""
+
+
+class Asked(Signals):
+    """Signals that ask to stop once `asked` is set, from the look after `patience` more looks on."""
+
+    def __init__(self, patience: int):
+        self.saves, self.answered_saves, self.asked, self.patience = 0, 0, False, patience
+
+    @property
+    def stopping(self) -> bool:
+        self.patience -= self.asked
+        return self.patience < 0
+
+
+def train_until_asked(argv: list[str], wait: str, step: int) -> str:
+    """Train as run_train, where rank 0 is asked to stop when it begins an activity of a step, or in the second batch of
+    a validation, when weights are gathered."""
+    signals, activity = Asked(patience=int(wait == "validation")), progress.Activity
+
+    def begin(name: str, step_of_activity: int, *others: Any) -> progress.Activity:
+        signals.asked |= (name, step_of_activity, os.environ["RANK"]) == (wait, step, "0")
+        return activity(name, step_of_activity, *others)
+
+    with mock.patch.object(progress, "Activity", begin):
+        return run_train(argv, signals=signals)
+
+
+@cases("wait", WAITS, always=["validation", "saving a checkpoint"])
+def test_a_stop_at_any_wait_leaves_a_checkpoint_that_continues_the_curve(runs, folder, wait):
+    """Without resharding after the forward pass, weights are gathered while a step or a validation runs."""
+    options = ["--checkpoint.enable", "--checkpoint.interval=2", "--training.steps=4", "--validation.steps=2"]
+    options += ["--validation.enable", "--validation.freq=1", "--parallelism.fsdp_reshard_after_forward=never"]
+    uninterrupted, last = runs(2, "uninterrupted", *options), WAITS[wait]
+    argv = [str(folder / "small.toml"), f"--job.dump_folder={folder / 'run'}", *options]
+    asked = {"wait": wait, "step": 4 if last == 4 else 2}
+    assert runs.ranks(2).run(train_until_asked, argv=argv, **asked) == ["", ""]
+    stopped = read_metrics(folder / "run")
+    assert [values["step"] for values in stopped] == list(range(1, last + 1))
+    assert complete_steps(folder / "run" / "checkpoint")[-1] == last
+    resumed = runs(2, "run", *options)
+    assert (metrics.VALIDATION_LOSS in stopped[-1]) == (last == 4), "a stop ends a validation, or none begins"
+    resumed[last - 1][metrics.VALIDATION_LOSS] = uninterrupted[last - 1][metrics.VALIDATION_LOSS]
+    assert computed(resumed) == computed(uninterrupted)
 
 
 @pytest.mark.parametrize(

@@ -273,7 +273,7 @@ def build_loader(run: Run, sequences: Sequences | Mixture, state: dict[str, Any]
         sequences.check(state, (config.training.steps - last_step) * config.training.global_batch_size)
     share, groups = data_share(config, run.layout), config.fault_tolerance
     n_copies = config.parallelism.world_size // share.degree
-    if groups.enable:  # each replica group, running or not, reads different sequences
+    if groups.enable:  # each replica group keeps its fixed share of the sequences, even while it is down
         rank = groups.replica_id * share.degree + share.rank
         share = Share(rank, groups.group_size * share.degree, share.shard)
     return Loader(sequences, config.training, share, n_copies=n_copies, pin=run.device.type == "cuda", state=state)

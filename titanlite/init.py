@@ -33,7 +33,7 @@ def init_weights(model: Llama, *, seed: int, n_layers: int, device: torch.device
     the layers of the full model. `device` draws float32 numbers; CPU and CUDA draw different numbers."""
     for name, parameter in model.named_parameters():
         std = STD / math.sqrt(2 * n_layers) if name.endswith(RESIDUAL_OUTPUTS) else STD
-        if parameter.dim() > 2:  # stacked experts: each expert has a generator of its own, seeded by its number
+        if parameter.dim() > 2 and not name.endswith(".lora_b"):  # each expert has a generator, seeded by its number
             (first, *offsets), (n_local, *sizes) = shard_slice(parameter)
             of_expert = Slice(tuple(offsets), tuple(sizes)).indices
             for index in range(n_local):

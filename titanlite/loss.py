@@ -134,7 +134,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x_ND, *of_weight = ctx.saved_tensors  # the weight and x have the same dtype
+        grad_x_ND, *of_weight = ctx.saved_tensors  # both gradients get the dtype of x, which is also the weight's
         grads = [_scaled(each, grad, grad_x_ND.dtype) for each in (grad_x_ND, *of_weight)]
         return grads[0], grads[1] if of_weight else None, None, None, None
 

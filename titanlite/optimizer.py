@@ -26,7 +26,6 @@ def parameter_groups(parameters: Iterable[tuple[str, nn.Parameter]], optimizer: 
 
 
 def build_adam(groups: list[dict[str, Any]], optimizer: Optimizer, name: str) -> torch.optim.Optimizer:
-    """Build torch's Adam or AdamW by its `name`."""
     betas = optimizer.beta1, optimizer.beta2
     implementation = {name: name == optimizer.implementation for name in ("fused", "foreach")}
     return getattr(torch.optim, name)(groups, optimizer.lr, betas, optimizer.eps, **implementation)
@@ -50,7 +49,7 @@ def set_lr(optimizer: torch.optim.Optimizer, step: int, section: Optimizer, lr_s
     """Set the learning rate of a step, counted from 1, in all parameter groups, and return the rate."""
     lr = section.lr * lr_factor(step, lr_scheduler)
     for group in optimizer.param_groups:
-        # A tensor is an argument of compiled code: change the tensor's value, and keep the tensor.
+        # A learning rate in a tensor is an argument of the compiled update, so fill this tensor in place.
         group["lr"] = group["lr"].fill_(lr) if isinstance(group["lr"], Tensor) else lr
     return lr
 

@@ -39,7 +39,7 @@ def _yarn_ramp(model: Model) -> Tensor:
     """Return the share of YaRN's stretching that each pair of channels gets, from 0 to 1, [R/2] in float64. The ramp
     begins and ends at whole indices of pairs, as in the paper's code, unless rope_yarn_truncate = false."""
 
-    def pair_with(periods: float) -> float:  # fractional index of a pair with `periods` periods
+    def pair_with(periods: float) -> float:  # fractional index of the pair with `periods` turns in the original length
         wavelength = model.rope_original_seq_len / periods
         return model.rope_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(model.rope_theta))
 

@@ -58,7 +58,7 @@ def train(config: Config, launch: Launch, signals: process.Signals) -> dict[str,
     set_timeout(device, config.comm.init_timeout_seconds)  # new process groups have torch's default timeout
     guard, sizes = build.build_guard(config.training, device), build.parameter_sizes(config)
     meter, logger = build.build_metrics(config, launch, device, sizes)
-    log_rank0(run_summary(config, sum(sizes.values()), data.train, data.validation, meter.peak.source))
+    log_rank0(run_summary(config, sum(sizes.values()), data.train, data.validation, meter.peak.source, stages))
 
     # Load the newest checkpoint; without one, load checkpoint.initial_load_path or leave the initial weights.
     checkpoints = build.build_checkpoints(run)

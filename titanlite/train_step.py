@@ -174,7 +174,7 @@ class TrainStep:
         self, step: int, batches: list[Batch], loss_scale: float = 1.0, *, is_test: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Call forward_backward, whose result is returned, and the observers. `is_test`: as in Observer."""
-        self.runner.prepare(batches[0])  # observers do not see this call
+        self.runner.prepare(batches[0])  # prepare runs before any observer, so that none sees it
         for observer in self.observers:
             observer.before_backward(step)
         loss_sum, valid = self.forward_backward(batches, loss_scale)

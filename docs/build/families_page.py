@@ -145,36 +145,39 @@ def page() -> str:
 
 TEXT = """# Model families
 
-One model file has every family, as options of `[model]`. No family has code of its own in the loop,
-in a parallelism or in a checkpoint, so each can be trained under every layout. `python -m
-docs.build.families_page` writes this page from the tables of the package and of the tests.
+One model file implements every family, as options of `[model]`. No family has code of its own in
+the training loop, in a parallelism or in a checkpoint, so each family can be trained under every
+layout. `python -m docs.build.families_page` writes this page from the tables of the package and of
+the tests.
 
-Name a flavor to train from initial weights, or the folder of a released model
-(`model.flavor = "from_hf"`, [Hugging Face](hugging_face.md)) to start from its weights.
+To train from initial weights, set `model.flavor` to a flavor of the table. To start from released
+weights, set `model.flavor = "from_hf"` and name the model's folder
+([Hugging Face](hugging_face.md)).
 
 ## The {n_families} families
 
 {families}
 
-The column "layouts" counts the layouts that tests compare with one process in float64, with this
-family's options: losses, gradient norms, every gradient and every weight of three steps, under FSDP
+The column "layouts" counts the layouts under which tests compare a model that has the family's
+options with one process in float64 (tests/test_families_by_options.py). These tests compare losses,
+gradient norms, every gradient and every weight of three steps. The layouts of these tests are FSDP
 and tensor parallel, a ring with documents, tensor x pipeline x context parallel, ring x Ulysses, a
-zero-bubble schedule and, with experts, expert parallel (tests/test_families_by_options.py). The
-layouts of families marked "by option" are in that link's table of options and layouts.
+zero-bubble schedule and, for families with experts, expert parallel. For families marked "by
+option", the linked page has a table of options and of the layouts that each is tested under.
 
 Tests of each family, with random weights, biases other than zero and norms other than one, show:
 
 - in float64 the logits and every gradient equal transformers' to 1e-12. transformers computes
   norms, rotary tables and softmax in float32 whatever the type of the weights; the tests make
   transformers compute them in float64. In float32, where the tests change nothing of transformers,
-  both are equal to rounding;
+  logits and gradients equal those of transformers to rounding;
 - a folder that transformers has written is loaded and exported again: every tensor is the same bit
-  for bit, and transformers computes the same logits from it;
-- texts generated greedily are those of transformers, token for token.
+  for bit, and transformers computes the same logits from the exported folder;
+- texts that titanlite generates greedily are those of transformers, token for token.
 
 ## Options of layers
 
-`model.layer_pattern` has a table for each kind of layer, in the order of the layers. The
+`model.layer_pattern` has a TOML table for each kind of layer, in the order of the layers. The
 pattern repeats over the layers, and its last repetition may end early. Olmo 3 has windows in three
 of four layers:
 
@@ -190,23 +193,24 @@ sliding_window = 4096
 [[model.layer_pattern]]
 ```
 
-A kind sets `sliding_window`, `rope_theta`, `rope_scaling_factor`, `partial_rotary_factor` (0: no
-rotary embedding) or `experts = false` (dense in a model with experts). Options that a kind
-does not set are those of `[model]`.
+A kind of layer sets `sliding_window`, `rope_theta`, `rope_scaling_factor`, `partial_rotary_factor`
+(0: no rotary embedding) or `experts = false` (dense in a model with experts). Options that a kind
+of layer does not set are those of `[model]`.
 
 ## What is not supported
 
-- Ministral 3 beyond its original length, where transformers multiplies queries by a factor: such a
-  `training.seq_len` is rejected.
-- LongRoPE by the length of each text, as in transformers: titanlite takes the long factors for all
-  sequences of a run if `training.seq_len` is above the original length, otherwise the short ones.
+- Ministral 3 beyond its original length, where transformers multiplies queries by a factor: a
+  `training.seq_len` above the original length is rejected.
+- LongRoPE factors chosen by the length of each text, as in transformers: titanlite takes the long
+  factors for all sequences of a run if `training.seq_len` is above the original length, otherwise
+  the short ones.
 - Dropout. titanlite ignores the dropout in config.json of StarCoder2 and GPT-2, which changes only
   training, and rejects dropout in other families.
-- Another epsilon for the norms of DeepSeek's latents than 1e-6 (`model.mla.norm_eps`), whatever
-  `rms_norm_eps` says. `norm_topk_prob` of DeepSeek-V2 is rejected: transformers ignores it, and
-  DeepSeek's own code does not.
+- Another epsilon than 1e-6 for the norms of DeepSeek's latents (`model.mla.norm_eps`), whatever
+  `rms_norm_eps` in config.json says. `norm_topk_prob` of DeepSeek-V2 is rejected: transformers
+  ignores it, and DeepSeek's own code does not.
 - gpt-oss is exported in bfloat16 or float32, not in MXFP4.
-- Capped scores (Gemma 2), with which attention could not be one fused kernel.
+- Capped attention scores (Gemma 2), with which attention could not be one fused kernel.
 - Encoders of images. Gemma 3 from 4B on and Ministral 3 are released with an image encoder, so the
   released folders are rejected; flavors of these sizes train from initial weights.
 
@@ -214,14 +218,16 @@ does not set are those of `[model]`.
 
 There must be no silent difference: a config.json that titanlite accepts must mean the same in
 transformers. A sweep over the {n_types} types of causal language models of transformers {version}
-checks this rule ([log](../benchmarks/logs/model_types.log), tests/hf/test_model_types.py). For each
-supported type the sweep changes every key of config.json, one at a time, and adds keys of other
-types. transformers' model of the changed file, with random weights, is saved, and loaded by
-titanlite: {equal} files computed the same, {rejected} were rejected, {different} computed something
-else. The last column of the table of families has the counts of each type.
+checks this rule of equal meaning ([log](../benchmarks/logs/model_types.log),
+tests/hf/test_model_types.py). For each supported type the sweep changes every key of config.json,
+one at a time, and adds keys of other types. From each changed file, transformers builds and saves a
+model with random weights, which titanlite loads: with {equal} of the files, titanlite and
+transformers computed the same; titanlite rejected {rejected} files; with {different} files the two computed
+different numbers. The last column of the table of families has the numbers of equal and of rejected
+files of each type.
 
-{n_others} other types are rejected by one line, which names what the type has and titanlite lacks,
-if a key of config.json says so:
+{n_others} other model types of transformers are rejected by one line. If a key of config.json says
+so, the line names what the type has and titanlite lacks:
 
 {others}
 """

@@ -63,11 +63,11 @@ def reading_order() -> str:
     n_run, _, n_with_comments = re.findall(r"\d[\d,]*", SOURCE_PAGE.read_text().splitlines()[-1])[:3]
     text = (
         f"The heart is these {len(paths)} files: {total:,} lines, {total / LINES_PER_MINUTE / 60:.1f} hours at an "
-        f"assumed {LINES_PER_MINUTE} lines per minute. A plain Llama (`debug`) executes "
-        f"[{n_run} of them](docs/reference/source_debug.txt), {n_with_comments} with docstrings and comments: "
-        "`titanlite source debug`. A debug run with checkpoints imports at most "
-        f"{test_architecture.LINES_OF_A_DEBUG_RUN:,} lines ({test_architecture.LINES_WITH_A_TOKEN_CACHE:,} with its "
-        "token cache). Each part has a ceiling:"
+        f"assumed {LINES_PER_MINUTE} lines per minute. Training a plain Llama (`debug`) executes "
+        f"[{n_run} lines of the heart](docs/reference/source_debug.txt), {n_with_comments} with docstrings and "
+        "comments: `titanlite source debug`. A debug run with checkpoints imports at most "
+        f"{test_architecture.LINES_OF_A_DEBUG_RUN:,} lines of titanlite, or "
+        f"{test_architecture.LINES_WITH_A_TOKEN_CACHE:,} if its token cache exists. Each part has a ceiling of lines:"
     )
     return f"{table(['file in titanlite/', 'lines', 'minutes'], rows)}\n{wrapped(text)}\n{parts_table()}"
 

@@ -248,22 +248,24 @@ VERSIONS = [
 
 NOT_TESTED = """\
 - **GPUs.** Nothing has run on a GPU: neither NCCL nor the kernels of flash attention,
-  cuDNN or float8, and no speed and no curve is known. torch's CUDA build runs on a null CUDA, which
-  replaces the driver and the libraries: it computes nothing, but shows which kernels are launched,
-  memory, waits and the order of streams.
-- **Many ranks.** More than 64 real processes, more than two nodes, and nodes on real networks have
-  not run. Figures for 16,384 ranks were measured with [ranks that do not
-  exist](../benchmarks/NOTEBOOK.md#many-ranks).
-- **Long curves.** A model of 4,600 parameters took a million steps. The longest curve of a model
-  that learns has 2,000 steps.
+  cuDNN or float8, and no speed and no loss curve on a GPU is known. titanlite runs with torch's
+  CUDA build on a null CUDA, which replaces the CUDA driver and libraries: the null CUDA computes
+  nothing, but shows which kernels are launched, memory, waits and the order of streams.
+- **Many ranks.** titanlite has not run with more than 64 real processes, with more than two nodes,
+  or on nodes with a real network. Figures for 16,384 ranks were measured by calling the functions
+  that a rank would call, [without starting the ranks](../benchmarks/NOTEBOOK.md#many-ranks).
+- **Long curves.** The longest run, of a million steps, trains a model of 4,600 parameters. The
+  longest curve of a model that learns has 2,000 steps.
 - **NFS, Lustre and object stores**, and the network to the Hugging Face hub.
 - **Python 3.14**, Windows and macOS.
 - **Layouts compiled with inductor.** The tests compile with the backend `aot_eager`; inductor runs
   on the null CUDA, which computes no numbers to compare.
-- **Types of local tensors** are not checked by `spmd-types` 0.3.1: its checker stops in the
-  backward, which would need its annotations in titanlite, and skips operations on DTensors.
-- **One failure is not explained.** A gloo rank in a pool of test processes dies now and then; where
-  that was examined, the heap was corrupted. The tests run such a case again, once, with a warning
+- **Types of local tensors** are not checked by `spmd-types` 0.3.1: the checker of spmd-types stops
+  in the backward, which would need annotations for it in titanlite, and skips operations on
+  DTensors.
+- **One failure is not explained.** A gloo rank in a pool of test processes dies now and then; in
+  the deaths that were examined, the rank's heap was corrupted. A test case whose rank has died this
+  way runs once more, with a warning
   ([what is known](../benchmarks/NOTEBOOK.md#a-known-failure-without-an-explanation))."""
 
 
@@ -277,69 +279,79 @@ def page() -> str:
         pages.wrapped(
             "titanlite promises that every layout computes what one process computes. This page says how this promise "
             "and the rest of titanlite are tested, with what result, when, and with which command. `python -m "
-            "docs.build.testing_page` writes this page, and counts each number from the tests and the logs. A row's "
-            "command reproduces its result. Speed is on [Benchmarks](benchmarks.md)."
+            "docs.build.testing_page` writes this page, and counts each number from the tests and the logs. The "
+            "command in a row of the table reproduces the row's result. Measured speeds are on "
+            "[Benchmarks](benchmarks.md)."
         ),
         pages.table(["what", "result", "date", "command", "evidence"], cells),
         "## Layouts against one process\n",
         pages.wrapped(
-            "Real processes on gloo take three AdamW steps with clipping, with different numbers of valid tokens on "
-            "the ranks. Loss, gradient norm, every gradient, every updated weight and the validation loss must equal "
-            "those of a single process in float64: to 1e-12 for data parallel, else to 1e-11, in the largest "
-            "absolute difference of an element. The reference is not the program run on one rank: it shares the "
-            "model and the loss with titanlite, but uses no FSDP, gradient accumulation or torch.distributed "
-            f"([reference.py](../titanlite/tools/parity/reference.py)). The tests compare {n_float64} cases, "
-            f"{layouts.always.total()} of them in every run. {layouts.low_precision} more cases, in low precision, are "
-            "compared with a reference in the same precision, within 8 times its own rounding error."
+            "A parity test starts real processes on gloo, which take three AdamW steps with gradient clipping, with "
+            "different numbers of valid tokens on the ranks. In float64, loss, gradient norm, every gradient, every "
+            "updated weight and the validation loss must equal those of a single process: no element may differ by "
+            "more than 1e-12 with data parallel alone, or 1e-11 with other layouts. The single-process reference is "
+            "not titanlite run on one rank: the reference shares the model and the loss with titanlite, but uses no "
+            "FSDP, gradient accumulation or torch.distributed "
+            f"([reference.py](../titanlite/tools/parity/reference.py)). In this way the tests compare {n_float64} "
+            f"cases, each a layout with its options, {layouts.always.total()} of them in every run of the tests. "
+            f"{layouts.low_precision} more cases, in low precision, are compared with a reference in the same "
+            "precision, within 8 times that reference's own rounding error."
         ),
         pages.table(["ranks", "every run", "nightly"], layouts.rows()),
         "## Random layouts\n",
         pages.wrapped(
-            "A table of cases lacks what nobody thought of. A generator draws options of all axes (1 to 16 ranks), "
-            "schedules, families, experts, precisions, optimizers and data, until titanlite accepts them; the layout "
-            "takes two steps and is compared with the reference, and a config that fails is shrunk to a smallest one. "
-            "Every option of the schema is drawn, or listed with the reason why not. Nightly runs draw 30 new configs "
-            "([last](../benchmarks/logs/random_layouts_nightly.log)). "
-            "No wrong number was found in 500 configs, but three bugs: latent attention with odd widths ended in an "
-            "error, and `titanlite parity` itself had two errors. Each of the three is mended, with a test."
+            "A table of test cases that people write lacks the combinations that nobody thought of. Therefore a "
+            "generator draws degrees of all parallel axes (1 to 16 ranks), schedules, families, experts, precisions, "
+            "optimizers and data at random, until titanlite accepts the config. The config's layout then takes two "
+            "steps, which are compared with the single-process reference; a config that fails the comparison is "
+            "shrunk to a smallest one that fails. The generator draws every option of the schema, or lists the reason "
+            "why not. Nightly runs draw 30 new configs ([last](../benchmarks/logs/random_layouts_nightly.log)). In "
+            "500 random configs no wrong number was found, but three bugs were: latent attention with odd widths "
+            "ended in an error, and `titanlite parity` itself had two errors. Each of these three bugs is fixed, with "
+            "a test."
         ),
         "## Layouts and one process over many steps\n",
         "![Distances from one process, by step](images/layouts_equal_one_process.png)\n",
         pages.wrapped(
-            "One model trains under eight layouts with up to 16 ranks, and in a run that is killed five times and "
-            "resumed under another layout each time. In float64 all layouts stay within 5.3e-13 of the losses of one "
-            "process and 2.2e-12 of its weights after 200 steps. One process that sums in another order, which changes "
-            "nothing in mathematics, is 2.3e-13 and 9.6e-13 away. In float32 over 1,000 steps the largest distance of "
-            "the weights is 8.0e-3, under 8 and 16 ranks, and 1.9e-3 for another order of sums in one process: "
-            "training magnifies rounding. The figure's last column is torchtitan 0.2.2, trained with another recipe "
-            "and compared with torchtitan on one process: after 50 steps torchtitan's FSDP 2 is as near to it (2.4e-7) "
-            "as titanlite is to its own (2.1e-7); torchtitan's DDP 2 and PP 2 are 4.6e-2 and 2.8e-2 away "
-            "([notebook](../benchmarks/NOTEBOOK.md#layouts-and-one-process-over-many-steps))."
+            "One model trains in one process, under eight layouts with up to 16 ranks, and in a run that is killed "
+            "five times and resumed under another layout each time. In float64, over 200 steps, losses of all layouts "
+            "and of the killed run stay within a relative distance of 5.3e-13 from those of one process, and weights "
+            "within 2.2e-12. As a control, the run in one process is repeated with another order of sums, which "
+            "changes nothing in mathematics: the control's losses are up to 2.3e-13 and its weights up to 9.6e-13 "
+            "away from those of the first run. In float32, over 1,000 steps, training magnifies rounding: the weights "
+            "of layouts are up to 8.0e-3 away from those of one process (on 16 ranks; 7.8e-3 on 8), and the weights "
+            "of a control, which sums in another order in one process, up to 1.9e-3. The figure's last column has "
+            "torchtitan 0.2.2 and titanlite, trained with another recipe and compared with torchtitan in one process. "
+            "After 50 steps, the weights of torchtitan's FSDP 2 are 2.4e-7 away from those of torchtitan in one "
+            "process, and the weights of titanlite in one process 2.1e-7; those of torchtitan's DDP 2 and PP 2 are "
+            "4.6e-2 and 2.8e-2 away ([notebook](../benchmarks/NOTEBOOK.md#layouts-and-one-process-over-many-steps))."
         ),
         "## Curves that others published\n",
         "![Published losses, and those of the same settings here](images/published_curves.png)\n",
         pages.wrapped(
-            "nanoGPT's README gives a validation loss of 1.88 for 2,000 steps on tinyshakespeare. Our run of nanoGPT "
-            "has a loss of 1.898 over the whole validation text; a Llama of as many parameters has 1.674 (three seeds, "
-            "standard deviation 0.005), and 1.903 without its rotary embedding. On the conversations of torchtitan's "
-            "fine-tuning test, torchtitan 0.3.0 and titanlite have the same ten losses from the same weights, to 1e-6. "
-            "The losses that torchtitan publishes start from weights that nobody else has. They are within 1.7 "
-            "standard deviations of the mean of four seeds of torchtitan "
-            "([notebook](../benchmarks/NOTEBOOK.md#published-curves))."
+            "nanoGPT's README gives a validation loss of 1.88 for 2,000 steps on tinyshakespeare. Our run of nanoGPT, "
+            "with the README's command, has a loss of 1.898 over the full validation text. After the same training, "
+            "titanlite's Llama with as many parameters has a loss of 1.674 (mean of three seeds, standard deviation "
+            "0.005), and of 1.903 without its rotary embedding. On the conversations of torchtitan's fine-tuning "
+            "test, torchtitan 0.3.0 and titanlite start from the same weights and have the same losses in all ten "
+            "steps, to 1e-6. The losses that torchtitan publishes for this test start from weights that nobody else "
+            "has. These published losses are within 1.7 standard deviations of the mean over our four runs of "
+            "torchtitan, each with another seed ([notebook](../benchmarks/NOTEBOOK.md#published-curves))."
         ),
         "## Injected bugs\n",
         pages.wrapped(
-            "A test is worth the bugs that it notices. Each mutant is one wrong edit of the package, of the kind that "
-            "people make: a missing sum, a wrong divisor, a stale buffer, an off-by-one. The default tests must notice "
-            "each mutant, or its survival is explained. The table's example is the first mutant of a folder:"
+            "A test is worth the bugs that it notices. Each mutant is one wrong edit of titanlite's package, of the "
+            "kind that people make: a missing sum, a wrong divisor, a stale buffer, an off-by-one. The default tests "
+            "must notice each mutant, or the list of mutants explains why they do not. The example in a row of the "
+            "table is the first mutant of the row's folder:"
         ),
         pages.table(["folder", "mutants", "noticed", "example"], mutants),
         "## Public bugs of other trainers\n",
         pages.wrapped(
             "The table lists silent bugs that users or authors of other programs reported in public, each with the "
-            "nearest edit of titanlite that makes the same mistake, and the test that fails then. A report's state "
-            "(open, closed or merged) is of September 2026 or earlier. Such a bug is no sign of a bad program: every "
-            "trainer is exposed to silent bugs."
+            "nearest edit of titanlite that makes the same mistake, and the test that fails after this edit. A "
+            "report's state (open, closed or merged) is of September 2026 or earlier. A bug in the table is no sign "
+            "of a bad program: every trainer is exposed to silent bugs."
         ),
         public_bugs.table(),
         "## Versions\n",

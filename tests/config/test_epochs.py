@@ -11,11 +11,10 @@ from tests.helpers.data import some_texts, write
 from tests.test_train import LOSS, computed, error_message, folder, lines_of_a_run, read_metrics, runs  # noqa: F401
 from titanlite import config
 from titanlite.config import resolve_epochs
-from titanlite.config.loader import read_toml
+from titanlite.config.loader import read_toml, value_of
 
-EPOCHS, STEPS, RATIO, WARMUP = (
-    *("training.epochs", "training.steps", "lr_scheduler.warmup_ratio", "lr_scheduler.warmup_steps"),
-)
+EPOCHS, STEPS, TOTAL = "training.epochs", "training.steps", "lr_scheduler.total_steps"
+RATIO, WARMUP = "lr_scheduler.warmup_ratio", "lr_scheduler.warmup_steps"
 
 
 @pytest.mark.parametrize(
@@ -63,6 +62,38 @@ def test_epochs_that_are_no_steps_are_one_line(n_sequences: int, more: dict[str,
 )
 def test_what_contradicts_epochs_is_rejected(settings, rejected, tmp_path):
     assert_rejected(lambda: load(tmp_path, settings), settings, rejected)
+
+
+@pytest.mark.parametrize(
+    ("in_file", "argument", "expected"),
+    [
+        ({STEPS: 5, TOTAL: 9}, {EPOCHS: 2.0}, {EPOCHS: 2.0, TOTAL: -1}),
+        ({EPOCHS: 2.0}, {STEPS: 5}, {STEPS: 5, EPOCHS: 0}),
+        ({STEPS: 5}, {EPOCHS: 0.0}, {STEPS: 5, EPOCHS: 0}),
+        ({WARMUP: 5}, {RATIO: 0.1}, {RATIO: 0.1}),
+        ({RATIO: 0.1}, {WARMUP: 0}, {WARMUP: 0, RATIO: 0}),
+        ({WARMUP: 5}, {RATIO: 0.0}, {WARMUP: 5, RATIO: 0}),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_the_command_line_replaces_the_length_of_a_file(in_file, argument, expected, tmp_path: Path):
+    job = load(tmp_path, in_file | {f"--{key}": value for key, value in argument.items()}).config
+    assert {key: value_of(job, key) for key in expected} == expected
+
+
+def test_epochs_replace_the_steps_of_a_resolved_config(tmp_path: Path):
+    """As in the config.toml of a run, whose epochs were converted to steps."""
+    loaded = load(tmp_path, {EPOCHS: 1.0, RATIO: 0.5})
+    resolved = resolve_epochs(config.check(loaded, on(1)), SimpleNamespace(n_sequences=80))
+    again = config.load_values(resolved.model_dump(), "resolved", [f"--{EPOCHS}=2"])
+    longer = resolve_epochs(config.check(again, on(1)), SimpleNamespace(n_sequences=80))
+    assert (longer.training.steps, longer.lr_scheduler.total_steps) == (20, 20)
+    assert longer.lr_scheduler.warmup_steps == resolved.lr_scheduler.warmup_steps == 5
+
+
+def test_both_lengths_on_the_command_line_are_rejected(tmp_path: Path):
+    with pytest.raises(config.ConfigError, match=r"^command line: training.steps = 5: training.epochs sets the steps"):
+        load(tmp_path, {f"--{EPOCHS}": 2.0, f"--{STEPS}": 5})
 
 
 def test_a_warmup_by_a_fraction(tmp_path: Path):

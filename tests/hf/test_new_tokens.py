@@ -246,7 +246,7 @@ def test_the_vocabulary_of_a_flavor_is_at_least_the_tokenizers(assets: Assets):
     assert f"vocab_size = {V}" in resolved.toml()
     sequences = SimpleNamespace(n_sequences=1)
     for loaded, words in ((resolved, f"{V} for the tokenizer (debug: 272);"), (config.load(["debug"]).config, "272;")):
-        assert f"vocabulary {words}" in run_summary(resolve(loaded, 1, on_cuda=False), 1, sequences, None, "")  # type: ignore[arg-type]
+        assert f"vocabulary {words}" in run_summary(resolve(loaded, 1, on_cuda=False), 1, sequences, None, "", {})  # type: ignore[arg-type]
 
 
 IDS: dict[str, tuple[Any, int]] = {

@@ -631,6 +631,40 @@ def test_bfloat16_is_as_exact_as_torchs(ranks, ring, ulysses, window):
     assert (torchs > 0).all()
 
 
+def tiles_without_products() -> attention_backends.AttentionBackend:
+    """Return a backend whose results show how tiles are summed: an output is the queries, or twice the queries of a
+    tile off the diagonal, and all log-sum-exps are 0; a gradient is 256, or 1 off the diagonal."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        return q * (2 - causal), q.new_zeros(q.shape[:3], dtype=attention_backends.float32_or_better(q))
+
+    def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Any:
+        return tuple(torch.full_like(x, 256 if causal else 1) for x in (q, k, v))
+
+    return attention_backends.AttentionBackend(forward, backward)
+
+
+def sums_of_tiles(dtype: torch.dtype, ring: int) -> list[Tensor]:
+    """Return the output and the gradients of q, k and v on this rank, with queries from 1 to 2."""
+    q = (1 + torch.rand(2, TOKENS // ring, 4, K, generator=torch.Generator().manual_seed(0))).bfloat16().to(dtype)
+    with mock.patch.dict(ATTENTION_BACKENDS, stub=tiles_without_products()):
+        return gradients(TiledAttention(**groups(ring, 1), backend="stub"), q, q[:, :, :2], q[:, :, :2], q)
+
+
+def bfloat16_against_float64(ring: int) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(*(sums_of_tiles(dtype, ring) for dtype in (torch.bfloat16, torch.float64)), strict=True))
+
+
+def test_sums_over_a_ring_are_rounded_to_bfloat16_once(ranks):
+    """Sums of gradients are whole numbers, exact in float32: bfloat16 would lose each 1 that is added to 256. A mean of
+    outputs may differ by one rounding, 2^-8, and by those of up to 8 merges in float32."""
+    for (out, exact_out), *of_gradients in ranks(4).run(bfloat16_against_float64, ring=4):
+        assert ((out - exact_out).abs() <= (2**-8 + 8 * 2**-22) * exact_out).all()
+        for gradient, exact in of_gradients:
+            assert torch.equal(gradient, exact.bfloat16())
+            assert exact.max() >= 258
+
+
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (4, 1), (2, 2), (1, 2)])
 def test_communication_volume(ranks, ring, ulysses):
     """Only KV heads are sent around the ring; an all-to-all sends q, k and v in one message."""

@@ -696,17 +696,47 @@ def test_tensor_parallel_keeps_tied_embeddings_tied(ranks, tmp_path, tied):
     assert ranks(2).run(shares_its_weight, job=job) == [tied, tied]
 
 
-def gathered_after_a_validation(job: config.Config) -> list[str]:
-    """Return the parameters that are not shards after a validation."""
+class StopLater(Signals):
+    """Signals that ask to stop from the second batch of a validation on."""
+
+    def __init__(self) -> None:
+        self.looks = itertools.count()
+
+    @property
+    def stopping(self) -> bool:
+        return next(self.looks) > 0
+
+
+def gathered_after_a_validation(job: config.Config, *, stopped: bool) -> list[str]:
+    """Return the parameters that are not shards after a validation, or after one that a signal has stopped."""
     training = TrainingRun(job, CPU)
-    training.train_step.validate(training.loader.next())
+    loss = training.train_step.validate(training.loader.next(), signals=StopLater() if stopped else None)
     training.loader.close()
+    assert (loss is None) == stopped
     return [name for name, parameter in training.model.named_parameters() if not isinstance(parameter, DTensor)]
 
 
-def test_a_validation_leaves_no_weight_gathered(ranks, tmp_path):
-    job = resolve(tmp_path, 2, {"data_parallel_shard_degree": 2, "fsdp_reshard_after_forward": "never"})
-    assert ranks(2).run(gathered_after_a_validation, job=job) == [[], []]
+@pytest.mark.parametrize("stopped", [False, True], ids=["", "stopped"])
+def test_a_validation_leaves_no_weight_gathered(ranks, tmp_path, stopped):
+    """A save would find no shards."""
+    job = resolve(tmp_path, 2, with_batches(SHARD | {"fsdp_reshard_after_forward": "never"}))
+    assert ranks(2).run(gathered_after_a_validation, job=job, stopped=stopped) == [[], []]
+
+
+def losses_of_both_passes(job: config.Config) -> list[tuple[float, float]]:
+    """Return this rank's sums of token losses as a validation and as a step computes them, batch by batch."""
+    run, one = TrainingRun(job, CPU), torch.ones((), dtype=torch.float64)
+    runner, batches = run.train_step.runner, run.loader.next()
+    run.loader.close()
+    return [(runner.forward(batch).item(), runner.forward_backward(batch, one).item()) for batch in batches]
+
+
+def test_a_pipeline_validates_microbatches_with_their_own_documents(ranks, tmp_path):
+    """In the reference's validation batch, the first documents of both microbatches end beyond the valid targets."""
+    job = resolve(tmp_path, 2, with_batches(DOCUMENTS | PP))
+    first, last = ranks(2).run(losses_of_both_passes, job=job)
+    assert first == [(0, 0)] * 2
+    assert all(forward == pytest.approx(step, rel=1e-13) and step > 10 for forward, step in last)
 
 
 def timeouts(job: config.Config) -> set[float]:

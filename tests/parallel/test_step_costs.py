@@ -373,6 +373,31 @@ def test_a_step_in_float64_that_is_not_finite_changes_nothing():
     assert not torch.equal(before[0], everything(model, optimizer)[0])
 
 
+def test_the_norm_of_bfloat16_gradients_is_not_rounded_to_bfloat16(alone):
+    """The sum of n squares has a relative error of at most n 2^-24, and its root of half as much."""
+    model, generator = small_model().bfloat16(), torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator).bfloat16()
+    exact = torch.stack([parameter.grad.double().square().sum() for parameter in model.parameters()]).sum().sqrt()
+    assert gradient_norm(model.parameters(), CPU).item() == pytest.approx(exact.item(), rel=4096 * 2**-25)
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_the_low_bit_step_is_torchs_where_states_keep_the_type_of_weights(name):
+    """As they do in matrices this small. Weight decay is a gradient in Adam, and is not in AdamW."""
+    models = []
+    for options in ({"state_dtype": "bfloat16"}, {"implementation": "foreach"}):
+        model = nn.Module()
+        model.tok_embeddings = None
+        model.matrix = nn.Parameter(torch.linspace(-1, 1, 64).view(8, 8))
+        optimizer = optimizer_for(model, Optimizer(name=name, lr=0.1, weight_decay=0.5, **options))
+        for step in range(3):
+            model.matrix.grad = torch.linspace(0.1, 1, 64).view(8, 8).roll(step)
+            optimizer.step()
+        models.append(model.matrix.detach())
+    torch.testing.assert_close(*models, rtol=0, atol=2**-20)
+
+
 def test_the_learning_rate_is_set_in_every_group():
     section = Optimizer(lr=0.5)
     optimizer = optimizer_for(small_model(), section)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,8 +49,10 @@ from tests.parallel.test_parity import CPU, STEPS, ZERO_1, ZERO_2, CountCalls, c
 from tests.techniques.moe.test_moe import EP, EP_4, EXPERTS, LOSSES
 from tests.techniques.test_mla import LATENT
 from titanlite import build, config
-from titanlite.metrics.summary import optimization_summary
+from titanlite.metrics.summary import optimization_summary, run_summary
 from titanlite.parallel import fsdp, mesh
+from titanlite.techniques.lora import AdapterOfExperts, add_factors
+from titanlite.techniques.moe.parallel import ShardableMixture
 from titanlite.tools.parity.compare import differences, tolerances
 from titanlite.tools.parity.reference import run_reference
 from titanlite.tools.parity.training_run import TrainingRun
@@ -60,6 +63,8 @@ LORA = {"lora__rank": RANK, "lora__alpha": 12.0}
 BFLOAT16_BASE = {"lora__base_dtype": "bfloat16"}
 SOME = {"lora__targets": '["wq", "wo", "feed_forward.w2"]'}
 FROZEN_EXPERTS = EXPERTS | {"lora__targets": '["wq", "wk", "wv", "wo"]'}
+ADAPTED_EXPERTS = EXPERTS | {"lora__targets": '["wq", "wk", "wv", "wo", "experts"]'}
+ONLY_W2 = EXPERTS | {"lora__targets": '["experts.w2"]'}
 LATENT_TARGETS = {"lora__targets": '["wq_a", "wq_b", "wkv_a", "wkv_b", "wo", "w1", "w2", "w3"]'}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": Case({}, always=True),
@@ -122,6 +127,25 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "experts, cp x tp, ep 4, full AC": FROZEN_EXPERTS | CP | TP | EP_4 | FULL,
     "experts, compiled, shard, ep": FROZEN_EXPERTS | COMPILED | SHARD | EP,
     "experts, ZBVZeroBubble, ep": FROZEN_EXPERTS | schedule("ZBVZeroBubble") | SHARD | EP | ONE_ACCUMULATION_STEP,
+    "adapted experts, one rank": ADAPTED_EXPERTS,
+    "adapted experts, only w2": ONLY_W2,
+    "adapted experts, only w2, full AC, shard, ep": ONLY_W2 | FULL | SHARD | EP,
+    "adapted experts, shard": ADAPTED_EXPERTS | SHARD,
+    "adapted experts, tp": Case(ADAPTED_EXPERTS | TP, always=True),
+    "adapted experts, shard, ep": Case(ADAPTED_EXPERTS | SHARD | EP, always=True),
+    "adapted experts, shard x tp": ADAPTED_EXPERTS | SHARD | TP,
+    "adapted experts, tp, ep, losses": ADAPTED_EXPERTS | TP | EP | LOSSES,
+    "adapted experts, shard x tp, ep": ADAPTED_EXPERTS | SHARD | TP | EP,
+    "adapted experts, pp, ep": ADAPTED_EXPERTS | PP | SHARD | EP,
+    "adapted experts, pp x shard x tp, ep 4": ADAPTED_EXPERTS | PP | SHARD | TP | EP_4,
+    "adapted experts, cp x tp, ep 4, full AC": ADAPTED_EXPERTS | CP | TP | EP_4 | FULL,
+    "adapted experts, selective AC, shard, ep": ADAPTED_EXPERTS | SELECTIVE | SHARD | EP,
+    "adapted experts, HSDP, ep": ADAPTED_EXPERTS | REPLICATE | SHARD | EP,
+    "adapted experts, compiled, shard, ep": ADAPTED_EXPERTS | COMPILED | SHARD | EP,
+    "adapted experts, ZBVZeroBubble, ep":
+        ADAPTED_EXPERTS | schedule("ZBVZeroBubble") | SHARD | EP | ONE_ACCUMULATION_STEP,
+    "adapted experts, bfloat16 base, shard, ep": ADAPTED_EXPERTS | BFLOAT16_BASE | SHARD | EP,
+    "adapted experts, CPU offload, shard, ep": ADAPTED_EXPERTS | OFFLOAD | SHARD | EP,
     "latent attention, tp": Case(LATENT | LATENT_TARGETS | TP, always=True),
     "latent attention, pp x shard x tp": LATENT | LATENT_TARGETS | PP | SHARD | TP,
 }  # fmt: skip
@@ -129,8 +153,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def n_adapters(options: dict[str, Any]) -> int:
     """Return the number of adapted layers of a config of the table."""
-    n_of_layer = options.get("lora__targets", "0,1,2,3,4,5,6").count(",") + 1
-    return (MODEL | options)["model__n_layers"] * n_of_layer
+    targets, n_layers = options.get("lora__targets", "0,1,2,3,4,5,6"), (MODEL | options)["model__n_layers"]
+    of_experts = 3 * ('"experts"' in targets) + ("experts.w2" in targets)  # the first layer is dense
+    return n_layers * (targets.count(",") + 1 - targets.count("experts")) + (n_layers - 1) * of_experts
 
 
 @cases("name", by_ranks(LAYOUTS))
@@ -154,6 +179,37 @@ def test_blocks_with_adapters_are_compiled_once(ranks: Any, tmp_path: Path, base
         for n in (2, 10)
     )
     assert few == many > 0
+
+
+@pytest.mark.parametrize(("dtype", "calls"), [(torch.float64, 0), (torch.float32, 9)])
+def test_adapted_experts_compute_what_merged_ones_do(dtype: torch.dtype, calls: int):
+    """In float64 by a product per expert, in float32 by grouped ones; with a base frozen, also if there are no rows."""
+    lora, dim = config.schema.Lora(rank=4, alpha=12.0), 32
+    moe = {"n_experts": 4, "n_experts_per_token": 2, "expert_dim": 16}
+    with torch.device("meta"):
+        mixture = ShardableMixture(config.schema.Model(flavor="debug", dim=dim, moe=moe)).to(dtype)
+        for name in ("w1", "w2", "w3"):
+            adapter = AdapterOfExperts()
+            add_factors(adapter, getattr(mixture.experts, name), lora)
+            mixture.add_adapter(name, adapter, None)
+    experts = mixture.experts.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    values = {name: torch.randn(each.shape, generator=generator).to(dtype) for name, each in experts.named_parameters()}
+    x_MD, weighting_MD = torch.randn(2, 20, dim, generator=generator).to(dtype)
+    counts_E, scores_M, merged = torch.tensor([7, 0, 12, 1]), torch.rand(20, generator=generator).to(dtype), {}
+    factors = {name: each.requires_grad_() for name, each in values.items() if "lora" in name}
+    for name in ("w1", "w2", "w3"):
+        a_EIR, b_EOR = (factors[f"adapters.{name}.lora_{each}"] for each in "ab")
+        merged |= {name: values[name] + 3 * b_EOR @ a_EIR.mT, f"adapters.{name}.lora_b": torch.zeros_like(b_EOR)}
+    with CountCalls("aten") as products:
+        actual = torch.func.functional_call(experts, values, (x_MD, scores_M, counts_E))
+    assert products.calls["_grouped_mm"] == calls
+    expected = torch.func.functional_call(experts, values | merged, (x_MD, scores_M, counts_E))
+    gradients = [torch.autograd.grad((each * weighting_MD).sum(), [*factors.values()]) for each in (actual, expected)]
+    # A number is the sum of at most dim x rank rounded products, in the order of either side.
+    for one, other in zip((actual, *gradients[0]), (expected, *gradients[1]), strict=True):
+        assert (one - other).abs().max() < dim * lora.rank * torch.finfo(dtype).eps * other.abs().max()
+    assert torch.func.functional_call(experts, values, (x_MD[:0], scores_M[:0], counts_E * 0)).shape == (0, dim)
 
 
 # Bases of low precision: each layout is compared with a reference in the same precision.
@@ -264,7 +320,30 @@ REJECTED: list[tuple[dict[str, Any], dict[str, str]]] = [
 def test_the_summary_names_the_base(tmp_path: Path):
     for path, base in (("none", "random weights (checkpoint.initial_load_path)"), ("./a/nonesuch", "./a/nonesuch")):
         job = load(tmp_path, {"lora.rank": 4, "checkpoint.initial_load_path": path, "checkpoint.enable": True}).config
-        assert optimization_summary(job)[0].endswith(f"; base: {base}")
+        assert optimization_summary(job, "; trains 1")[0].endswith(f", w3; trains 1; base: {base}")
+
+
+def summary_of_stage(job: config.Config) -> str:
+    """Return a rank's line about LoRA, from the last pipeline stage."""
+    layout, sizes = mesh.build_layout(job.parallelism, CPU), build.parameter_sizes(job)
+    stage = build.build_stage(job, layout, config.schema.stage_modules(job)[-1], CPU)
+    sequences: Any = SimpleNamespace(n_sequences=1)
+    (line,) = (
+        each
+        for each in run_summary(job, sum(sizes.values()), sequences, None, "", {1: stage}).splitlines()
+        if each.startswith("LoRA")
+    )
+    return line
+
+
+def test_the_summary_counts_what_all_stages_train(ranks: Any, tmp_path: Path):
+    options = with_batches(LORA | {"lora__targets": '["wq", "experts"]'} | EXPERTS | PP | {"model__n_layers": 4})
+    job = resolve(tmp_path, 2, options)
+    line, model = ranks(2).run(summary_of_stage, job=job)[0], job.model
+    of_wq = RANK * (model.dim + model.n_heads * model.head_dim)
+    of_expert = RANK * 3 * (model.dim + model.moe.expert_dim)
+    n_trained, n_base = 4 * of_wq + 3 * 4 * of_expert, sum(build.parameter_sizes(job).values())
+    assert f"; trains {n_trained:,} of {n_base:,} parameters ({100 * n_trained / n_base:.2g} %); base: " in line
 
 
 @pytest.mark.parametrize(("settings", "rejected"), REJECTED, ids=lambda each: next(reversed(each)))
@@ -285,7 +364,7 @@ TARGETS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "experts": (
         EXPERTS,
-        'lora.targets: "w1": layers.1.feed_forward.shared.w1 is a Linear of a mixture of experts, which has no',
+        'lora.targets: "w1": layers.1.feed_forward.shared.w1 is a Linear of a mixture, which has adapters of',
     ),
     "no target in a pipeline stage": (
         PP | EXPERTS | {"model__moe__n_shared_experts": 0, "lora__targets": '["w1"]'},

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.helpers.cases import cases
 from tests.helpers.checkpoint import change_manifest
 from tests.helpers.hf import build_hf
 from tests.hf.test_hf_round_trip import CONFIG, VOCABULARY
@@ -37,6 +38,7 @@ rank = 3
 alpha = 12.0
 """
 IN_FLOAT64 = ["--training.dtype=float64", "--checkpoint.interval=2", "--optimizer.eps=1e-8"]
+FIXED = {"deepseek_v3": ["--model.moe.balance_bias_rate=0"]}
 TOLERANCE = 1e-11
 LOGITS = 1e-12
 """Largest difference of logits, which are of size 1, in float64."""
@@ -44,8 +46,13 @@ LOGITS = 1e-12
 
 @pytest.fixture
 def folder(tmp_path: Path, assets: Any) -> Path:
-    """A folder with `hf`, a small random model and its tokenizer, `text.txt` and `run.toml`."""
-    build_hf("llama", vocab_size=VOCABULARY, max_position_embeddings=16).save_pretrained(tmp_path / "hf")
+    return folder_of("llama", tmp_path, assets)
+
+
+def folder_of(family: str, tmp_path: Path, assets: Any) -> Path:
+    """Return a folder with `hf`, a small random model and its tokenizer, `text.txt` and `run.toml`."""
+    vocab_size = VOCABULARY + (family != "llama")  # some families' tokenizers have an EOS of their own
+    build_hf(family, vocab_size=vocab_size, max_position_embeddings=16).save_pretrained(tmp_path / "hf")
     assets.file.rename(tmp_path / "hf" / "tokenizer.json")
     text = Path(__file__).read_text().splitlines()
     (tmp_path / "text.txt").write_text("\n".join(line for line in text if line.strip()))
@@ -89,7 +96,9 @@ def of_peft(base: Path, adapters: Path, ours: Llama) -> Any:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
+    has_experts = any(".experts." in name for name, _ in ours.named_modules())
+    loop = {"experts_implementation": "eager"} if has_experts else {}  # transformers' other ones lack float64
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64, **loop)
     in_float64(model, ours)
     return PeftModel.from_pretrained(model, adapters).eval()
 
@@ -134,6 +143,54 @@ def test_adapters_are_saved_resumed_merged_and_exported(folder: Path, ranks: Any
     base = load_file(folder / "hf" / "model.safetensors")
     changed = {name for name in base if not torch.equal(base[name], written[name])}
     assert len(changed) == 3 * 7
+
+
+@cases("family", ["deepseek_v3", "mixtral", "qwen3_moe", "olmoe"], always=["deepseek_v3"])
+def test_adapters_of_experts_are_saved_resumed_merged_and_exported(
+    family: str, tmp_path: Path, assets: Any, ranks: Any
+):
+    folder, options = folder_of(family, tmp_path, assets), ['--lora.targets=["wo", "experts"]', *FIXED.get(family, [])]
+    train(ranks, folder, 1, "--training.steps=2", *options)
+    path = train(ranks, folder, 2, "--training.steps=4", "--parallelism.expert_parallel_degree=2", *options)
+    at_once = train(ranks, folder, 1, "--training.steps=4", *options, name="once")
+    reader, once = CheckpointReader(path), CheckpointReader(at_once)
+    of_experts = [name for name in reader.shapes if ".experts.adapters." in name and name.startswith("model.")]
+    assert max(distance(reader.read(name), once.read(name)) for name in of_experts) < TOLERANCE
+    updates = [reader.read(name).flatten(1).abs().amax(1) for name in of_experts if name.endswith(".lora_b")]
+    assert min(map(torch.min, updates)) > 1e-4, "an expert is not trained"
+
+    ours, tokens = adapted(path, folder / "hf"), torch.arange(32).view(2, 16)
+    with torch.no_grad():
+        logits = ours(tokens)
+        assert distance(logits, merged(path)(tokens)) < LOGITS
+        export.run(path, folder / "peft", None)
+        theirs = of_peft(folder / "hf", folder / "peft", ours)
+        assert distance(logits, theirs(tokens).logits) < LOGITS
+        assert distance(logits, theirs.merge_and_unload()(tokens).logits) < LOGITS
+    export.run(path, folder / "merged", "float32", merge=True)
+    exported = build_llama(model_options(path, reader.state), max_seq_len=16)
+    exported.materialize(torch.device("cpu"))
+    load_weights(folder / "merged", exported, model_options(path, reader.state))
+    expected = dict(merged(path).named_parameters())
+    for name, weight in exported.named_parameters():
+        assert torch.equal(weight, expected[name].float()), name
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        ('["wo", "experts.w1", "experts.w3"]', "of experts, peft takes adapters of w2 or of all three weights; export"),
+        ('["wo", "feed_forward.w1"]', "layers.0.feed_forward.w1.weight: peft takes such adapters, in a model with exp"),
+    ],
+)
+def test_adapters_that_peft_takes_for_others_are_rejected(
+    targets: str, message: str, tmp_path: Path, assets: Any, ranks: Any
+):
+    """Found with peft 0.21 and transformers 5.23, which load these adapters without an error, with other logits."""
+    folder = folder_of("deepseek_v3", tmp_path, assets)
+    path = train(ranks, folder, 1, "--training.steps=1", f"--lora.targets={targets}", *FIXED["deepseek_v3"])
+    with pytest.raises(ConfigError, match=message):
+        export.run(path, folder / "peft", None)
 
 
 def test_adapters_of_another_base_are_rejected(folder: Path, ranks: Any):

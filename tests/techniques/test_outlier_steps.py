@@ -5,14 +5,24 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
+from tests.helpers.cases import cases
 from tests.helpers.checkpoint import assert_skipped
+from tests.parallel.test_layouts import HOST_STATES, MUON, with_batches
+from tests.parallel.test_parity import resolve
+from tests.techniques.moe.test_moe import BIAS, EXPERTS
 from tests.test_train import LOSS, computed, folder, read_metrics, run_train, runs  # noqa: F401
 from titanlite import train_step
 from titanlite.checkpoint.folder import complete_steps
+from titanlite.checkpoint.tensors import named_tensors
+from titanlite.config import Config
 from titanlite.config.errors import TrainingError
 from titanlite.optimizer import scale_gradients
+from titanlite.parallel.shards import local_shard
+from titanlite.techniques.low_bit_adam import _float32
 from titanlite.techniques.outlier_steps import OutlierSteps
+from titanlite.tools.parity.training_run import TrainingRun
 
 ON = ["--training.skip_outlier_sigma=6", "--training.outlier_window=4", "--checkpoint.enable"]
 ON.append("--checkpoint.interval=1")
@@ -57,6 +67,53 @@ def test_without_outliers_nothing_changes(runs):  # noqa: F811
     assert "skipped_steps" not in off[0]
     assert [values["skipped_steps"] for values in on] == [0] * 6
     assert on[-1][LOSS] < on[0][LOSS]
+
+
+KEPT = {
+    "fused": {"training__dtype": "float32"},
+    "foreach": {"optimizer__implementation": "foreach", "training__dtype": "float32"},
+    "float64": {},
+    "bfloat16, stochastic rounding": {"training__dtype": "bfloat16", "optimizer__stochastic_rounding": True},
+    "Adam, int8 states": {"optimizer__name": "Adam", "optimizer__state_dtype": "int8", "training__dtype": "float32"},
+    "states in host memory": HOST_STATES | {"training__dtype": "float32"},
+    "Muon, heads above the threshold of QK-clip": MUON
+    | {"optimizer__qk_clip_threshold": 1e-3, "optimizer__muon_dtype": "float32", "training__dtype": "float32"},
+    "Muon, float64, heads above the threshold": MUON | {"optimizer__qk_clip_threshold": 1e-3},
+}
+"""What trains the models of the next test."""
+
+
+def kinds_that_change(job: Config) -> tuple[set[str], set[str], set[str]]:
+    """Return which kinds of weights, buffers and optimizer states change in a second update that is not taken, in one
+    that is, and all of them."""
+    run = TrainingRun(job, torch.device("cpu"))
+    run.step(run.loader.next())  # creates the states
+
+    def everything() -> dict[str, Tensor]:
+        tensors = {f"{name.split('.')[-1]} of {name}": tensor for name, tensor in named_tensors(run.model).items()}
+        for number, states in enumerate(run.optimizer.state.values()):
+            tensors |= {f"{key} of {number}": state for key, state in states.items()}
+        return {name: _float32(local_shard(tensor)).clone() for name, tensor in tensors.items()}
+
+    before, changed = everything(), []
+    for taken in (False, True):
+        totals = run.totals(*run.gradients(run.loader.next()))
+        run.train_step.update(run.optimizer, totals.norm, torch.tensor(taken))
+        run.optimizer.zero_grad()
+        after = everything()
+        changed.append({name.split(" of ")[0] for name in before if not torch.equal(before[name], after[name])})
+    run.loader.close()
+    return *changed, {name.split(" of ")[0] for name in before}
+
+
+@cases("name", KEPT, always=["fused", "Adam, int8 states", "Muon, heads above the threshold of QK-clip"])
+def test_a_step_that_is_not_taken_changes_nothing_bit_for_bit(ranks, tmp_path, name):
+    """Of weights, optimizer states, averages, and what balances the experts: all of which a step changes."""
+    job = resolve(tmp_path, 1, with_batches(EXPERTS | BIAS | {"ema__decay": 0.5} | KEPT[name]))
+    ((not_taken, taken, kinds),) = ranks(1).run(kinds_that_change, job=job)
+    assert not_taken == set()
+    assert taken == kinds
+    assert {"weight", "balance_bias", "load", "ema", "ema_step"} < kinds
 
 
 def take(outliers: OutlierSteps, *norms: float) -> list[bool]:

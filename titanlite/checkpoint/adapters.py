@@ -62,10 +62,11 @@ def adapters_of(reader: CheckpointReader, lora: Lora, shapes: Mapping[str, torch
     shape of each base weight. Raises ConfigError if the factors of a weight do not fit its shape."""
     adapters = {}
     for name, shape in shapes.items():
-        pair = [f"model.{name.removesuffix('.weight')}.{factor}" for factor in LORA_FACTORS]
+        experts = name.replace(".experts.", ".experts.adapters.") if len(shape) > 2 else name
+        pair = [f"model.{experts.removesuffix('.weight')}.{factor}" for factor in LORA_FACTORS]
         if pair[0] in reader.shapes:
             saved = [list(reader.shapes.get(each, ())) for each in pair]
-            expected = [[shape[-1], lora.rank], [shape[0], lora.rank]]
+            expected = [[*shape[:-2], side, lora.rank] for side in (shape[-1], shape[-2])]
             if saved != expected:
                 problem = f"the adapter of {name} has shapes {saved}, expected {expected}; it is of another model"
                 raise ConfigError([f"{reader.path}: {problem}"])
@@ -85,8 +86,8 @@ def merge(reader: CheckpointReader, model: nn.Module) -> None:
         local = local_shard(parameter)
         local.copy_(local.to(dtype if lora.base_dtype == "auto" else getattr(torch, lora.base_dtype)))
         if name in adapters:
-            rows, columns = (local_indices(parameter, dim) for dim in (0, 1))
-            a_IR, b_OR = map(reader.read, adapters[name])
+            *experts, rows, columns = (local_indices(parameter, dim) for dim in range(parameter.dim()))
             wide = torch.promote_types(dtype, torch.float32)
-            update = b_OR[rows].to(wide) @ a_IR[columns].to(wide).T * (lora.alpha / lora.rank)
+            a_IR, b_OR = (reader.read(each)[tuple(experts)].to(wide) for each in adapters[name])
+            update = b_OR[..., rows, :] @ a_IR[..., columns, :].mT * (lora.alpha / lora.rank)
             local.copy_(local.to(wide) + update.to(local.device))

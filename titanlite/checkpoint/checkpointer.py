@@ -126,7 +126,7 @@ class Checkpointer(NoCheckpoints):
             path = self.folder / names[-1]
             state, problems = load_checkpoint(path, model, optimizer, self)
             if not problems:
-                for bad, problem in damaged if dist.get_rank() == 0 else []:  # later starts ignore renamed checkpoints
+                for bad, problem in damaged if dist.get_rank() == 0 else []:  # a renamed checkpoint is not loaded again
                     print(f"{problem}; renamed to {self._names.set_aside(bad, DAMAGED)}", flush=True)
                 paths = [Path(name) for name in names if name.endswith(UNCONFIRMED)]
                 self.unconfirmed = [state_of(path)[0] for path in paths]
@@ -239,7 +239,7 @@ class Checkpointer(NoCheckpoints):
             (step, is_last, future, stack), self._saving = self._saving, None
             with self._stops_training(), self._tolerated(step, is_last):
                 with stack:
-                    while not future.done():  # `with_all_ranks` raises in the thread if a rank stalls
+                    while not future.done():  # the loop ends: with_all_ranks in the save thread raises after a stall
                         wait([future], timeout=1)
                         alive()
                     future.result()
@@ -260,7 +260,7 @@ class Checkpointer(NoCheckpoints):
             step = self._saving[0] if self._saving else 0
             try:
                 self.finish()
-            except Exception as error:  # print this error; `raise` below raises the body's error
+            except Exception as error:  # print finish()'s error; `raise` below raises the error of the `with` block
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 print(f"checkpoint step-{step} was not finished: {reason}", file=sys.stderr, flush=True)
             raise

@@ -17,8 +17,7 @@ BESIDE_THE_TOKENIZER = (
     *("tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
 )
-LARGEST_FILE = 2**28
-"""Largest file, in bytes, that is read."""
+LARGEST_FILE = 2**28  # largest file, in bytes, that is read
 
 
 def tokenizer_files(tokenizer: Tokenizer, max_seq_len: int) -> dict[str, bytes]:

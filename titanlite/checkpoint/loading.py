@@ -41,7 +41,7 @@ def load_checkpoint(
     saved = _with_optimizer(state["identity"], state["config"])
     own = _with_optimizer(checkpointer.identity, checkpointer.config if state["config"] else {})
     options["lora.base"] = " weights in checkpoint.initial_load_path, whose hash it is"
-    both_lora = "lora.rank" in saved and "lora.rank" in own  # if only one run has LoRA, report only lora.rank of [lora]
+    both_lora = "lora.rank" in saved and "lora.rank" in own  # if false, the only listed option of [lora] is lora.rank
     differences = [
         f"{path}: saved with {f'{key} = ' * (key in saved)}{_value(key, saved)}, and this run has {_value(key, own)}; "
         f"resume with the same{options.get(key, '')}, or start in another job.dump_folder "
@@ -114,7 +114,7 @@ def load_tensors(
     saved = {name for name in reader.shapes if name.startswith(prefixes)}
     own = torch.tensor(sum(is_on_first_rank(name, tensors) for name in tensors))
     if dist.is_initialized():
-        dist.all_reduce(own, group=group)  # sum over pipeline stages, which have different tensors
+        dist.all_reduce(own, group=group)  # number of the whole model's tensors: each pipeline stage has its own
     with collected_problems(group) as problems:
         reader.check(tensors)
         if own < len(saved):

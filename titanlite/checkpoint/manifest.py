@@ -45,8 +45,7 @@ class FileEntry(Record):
 class TensorEntry(Record):
     dtype: Literal[tuple(DTYPES)]  # type: ignore[valid-type]
     shape: list[Int63]
-    layout: Int63
-    """Index in Manifest.layouts."""
+    layout: Int63  # index in Manifest.layouts
 
 
 class Manifest(Record):
@@ -59,8 +58,7 @@ class Manifest(Record):
     """Ways in which tensors are split into slices. A slice is its file (an index into `files`), its offset and its
     size. Tensors that are split in the same way share a layout."""
     tensors: dict[str, TensorEntry]
-    xxh3_64: Checksum
-    """The checksum of all other keys of manifest.json."""
+    xxh3_64: Checksum  # checksum of all other keys of manifest.json
     _overlaps: dict[tuple[int, Slice], list[tuple[int, Slice]]] = PrivateAttr(default_factory=dict)
 
     @functools.cached_property
@@ -106,7 +104,7 @@ class Stored(NamedTuple):
 
 def build_manifest(files: Mapping[str, Stored], state: bytes) -> bytes:
     """Return manifest.json for a checkpoint that consists of safetensors `files` and `state`, its state.json."""
-    layouts: dict[tuple[int, int, Slice], int] = {}  # (layout without its last slice, file, slice) -> layout
+    layouts: dict[tuple[int, int, Slice], int] = {}  # (number of the layout's prefix, file, last slice) -> its number
     layout_of: dict[str, int] = {}
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     for index, stored in enumerate(files.values()):
@@ -192,7 +190,7 @@ def _problem_of_slices(slices: list[tuple[int, list[int], list[int]]], shape: li
             return f"a slice of size {size} at {offset} is not inside the shape {shape}"
     if math.prod(shape) == 0:
         return ""
-    # The boundaries of all slices form a grid. Exactly one slice must cover each cell of the grid.
+    # The boundaries of all slices divide the tensor into a grid, each cell of which exactly one slice must cover.
     bounds = [
         sorted({0, n, *(each for _, offset, size in slices for each in (offset[d], offset[d] + size[d]))})
         for d, n in enumerate(shape)

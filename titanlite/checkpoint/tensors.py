@@ -68,7 +68,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
         for key in ("balance_bias", "load") if name.endswith(".router") else ():
             buffer = getattr(module, key)
             if buffer is not None and isinstance(module.weight, DTensor):
-                mesh = module.weight.device_mesh  # each rank of the weight's mesh has the full buffer
+                mesh = module.weight.device_mesh  # the router's buffer is replicated over the weight's mesh
                 buffer = DTensor.from_local(buffer, mesh, [Replicate()] * mesh.ndim, run_check=False)
             if buffer is not None:
                 tensors[f"{name}.{key}"] = buffer

@@ -28,8 +28,7 @@ ATTENTION_BACKENDS_ON_CUDA = {
 """The attention backends that support each data type of a model; the first backend is the default."""
 LEAST_OPEN_FILES = 256
 """Fewest open files that a process needs: up to 64 shards of each token cache, and connections."""
-MOST_CHUNKS = 4096
-"""Upper bound on training.loss_chunks, since a rank computes chunks sequentially."""
+MOST_CHUNKS = 4096  # upper bound on training.loss_chunks, since a rank computes chunks sequentially
 CUDNN_SWITCH = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
 
 
@@ -41,8 +40,7 @@ class Launch:
     local_rank: int
     world_size: int
     local_world_size: int
-    n_devices: int
-    """Accelerators of this node; 0: the run is on CPUs."""
+    n_devices: int  # accelerators of this node; 0: the run is on CPUs
 
     @classmethod
     def from_environment(cls, n_devices: int) -> Launch:
@@ -189,7 +187,7 @@ def _reshard_after_forward(config: Config, shard_degree: int, param: str) -> str
     training, parallelism = config.training, config.parallelism
     if parallelism.fsdp_reshard_after_forward != "default":
         return parallelism.fsdp_reshard_after_forward
-    # With one shard, all-gather returns the weights or a cast of them, without communication; experts may be sharded.
+    # With one shard, FSDP's all-gather is at most a cast, without communication; with EP, experts may have more shards.
     one_shard = shard_degree * parallelism.context_parallel_degree == 1 and not training.enable_cpu_offload
     keeps = one_shard and (parallelism.expert_parallel_degree == 1 or param != training.dtype)
     return "never" if keeps or parallelism.pipeline_parallel_degree > 1 else "always"

@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
@@ -28,12 +28,10 @@ else:
     import tomli as tomllib
 
 COMMAND_LINE = "command line"
-LARGEST_CONFIG = 2**20
-"""Largest TOML file, in bytes."""
+LARGEST_CONFIG = 2**20  # largest TOML file, in bytes
 OWN_MESSAGE = "own message"
 """pydantic type of errors that titanlite raises itself, whose message is shown unchanged."""
-DEEPEST = 32
-"""Deepest nesting of a TOML file, in levels; a config has five levels."""
+DEEPEST = 32  # deepest nesting of a TOML file, in levels; a config has five levels
 FAR = 4096
 """Upper bounds from this value on are technical limits, which error messages do not name unless exceeded."""
 TYPES = {"boolean": "true or false", "integer": "an integer", "number": "a finite number", "string": "a string"}
@@ -48,12 +46,14 @@ class Section(BaseModel):
     """Base class of a [section], in which sections can be nested. Unknown keys are rejected; no types are converted."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True)
+    alternatives: ClassVar[dict[str, tuple[str, ...]]] = {}
+    """Options that an option on the command line replaces in a file, by `section.key`."""
 
     @field_validator("*", mode="before")
     @classmethod
     def _no_odd_characters(cls, value: Any) -> Any:
         texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
-        # Terminals obey control characters in printed options. Surrogates stand for bytes that are not UTF-8.
+        # Reject control characters, which a terminal obeys, and surrogates, which stand for bytes that are not UTF-8.
         if any(re.search("[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", text) for text in texts):
             raise PydanticCustomError(OWN_MESSAGE, "expected UTF-8 text without control characters")
         return value
@@ -115,8 +115,7 @@ class LoadedConfig(Generic[Options]):
 
     config: Options
     file: str
-    origins: dict[str, str]
-    """The config file's name or COMMAND_LINE, for each `section.key` that was set."""
+    origins: dict[str, str]  # config file's name or COMMAND_LINE, for each `section.key` that was set
 
     def lines(self, rejections: Rejections, ignored: set[str] = frozenset()) -> list[str]:
         """Return one line per rejection, except rejections by rules that read a key in `ignored`."""
@@ -208,8 +207,7 @@ def find_config(name: str) -> Path:
 def read_toml(file: str) -> dict[str, Any]:
     path = Path(file)
     try:
-        content = read_file(path, LARGEST_CONFIG)
-        return parse_toml(content.decode("utf-8-sig"))  # Windows editors may write a byte order mark
+        return parse_toml(read_file(path, LARGEST_CONFIG).decode("utf-8-sig"))  # Windows editors may write a BOM
     except FileNotFoundError:
         near = difflib.get_close_matches(path.name, [other.name for other in path.parent.glob("*.toml")], n=1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else "" if path.is_absolute() else f" in {Path.cwd()}"
@@ -234,13 +232,6 @@ def parse_toml(text: str) -> dict[str, Any]:
     return values
 
 
-def _split(kind: type[Section], name: str) -> tuple[str, str]:
-    """Split `section.key` into the innermost existing section and the key."""
-    inner = [section for section in sections_of(kind) if name.startswith(f"{section}.")]
-    section = max(inner, key=len, default=name.partition(".")[0])
-    return section, name[len(section) + 1 :]
-
-
 def _keys_in(kind: type[Section], values: dict[str, Any], prefix: str = "") -> Iterator[str]:
     sections = sections_of(kind)
     for name, value in values.items():
@@ -252,10 +243,12 @@ def _keys_in(kind: type[Section], values: dict[str, Any], prefix: str = "") -> I
 
 def _override(kind: type[Section], arguments: list[str], values: dict[str, Any], origins: dict[str, str]) -> list[str]:
     """Overwrite `values` with `--section.key=value` arguments, and return an error line for each malformed argument."""
-    problems = []
+    problems, replaced = [], list[str]()
     for argument in arguments:
         name, equals, text = argument.removeprefix("--").partition("=")
-        section, key = _split(kind, name)
+        known = [section for section in sections_of(kind) if name.startswith(f"{section}.")]
+        section = max(known, key=len, default=name.partition(".")[0])  # the innermost section that exists
+        key = name[len(section) + 1 :]
         option = options_of(kind).get(f"{section}.{key}")
         if not argument.startswith("--") or not section or not key:
             problems.append(f"{COMMAND_LINE}: {argument}: expected --section.key=value")
@@ -270,6 +263,11 @@ def _override(kind: type[Section], arguments: list[str], values: dict[str, Any],
             if isinstance(inner, dict):  # _validate reports a section that is no table
                 inner[key] = _parse(text, option) if equals else True
                 origins[f"{section}.{key}"] = COMMAND_LINE
+                if inner[key] or option is None or option.default:  # an option set to its default 0 replaces no other
+                    replaced += kind.alternatives.get(f"{section}.{key}", ())
+    for name in (name for name in replaced if origins.get(name, COMMAND_LINE) != COMMAND_LINE):
+        section, _, key = name.partition(".")
+        del values[section][key], origins[name]
     return problems
 
 
@@ -293,7 +291,7 @@ def _validate(
         try:
             return kind.model_validate(good), bad_keys, [*lines.values()]
         except ValidationError as error:
-            entries = sorted(error.errors(), key=lambda entry: len(entry["loc"]) > 1)  # errors of sections come first
+            entries = sorted(error.errors(), key=lambda entry: len(entry["loc"]) > 1)  # whole sections' errors first
         found = [(*_place(kind, entry["loc"]), entry) for entry in entries]
         is_set = [each for each in found if _is_set(good, each[0])]
         for place, section, field, entry in is_set or found:

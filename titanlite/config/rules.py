@@ -181,8 +181,9 @@ def _optimizer_rules(config: Config, changed: set[str], reject: Rejections) -> N
         reject(OFFLOAD, message, keys.OPTIMIZER, STATES, ROUNDING)
     if offload and keys.IMPLEMENTATION in changed:
         reject(keys.IMPLEMENTATION, f"the step with {OFFLOAD} is fused; remove it", OFFLOAD)
-    if optimizer.name == "Muon":
-        _muon_rules(config, reject)
+    if optimizer.name == "Muon" and training.enable_cpu_offload:
+        message = 'Muon multiplies matrices, on the device; set false, or optimizer.name = "AdamW"'
+        reject(OFFLOAD_ALL, message, keys.OPTIMIZER)
 
 
 def _lora_rules(config: Config, changed: set[str], reject: Rejections) -> None:
@@ -192,12 +193,6 @@ def _lora_rules(config: Config, changed: set[str], reject: Rejections) -> None:
         reject(keys.OPTIMIZER, 'an adapter is no matrix to orthogonalize; set "AdamW" or "Adam"', "lora.rank")
     if config.lora.rank and config.model.moe.balance_bias and config.model.moe.balance_bias_rate:
         reject("model.moe.balance_bias_rate", "LoRA freezes the routers; set 0", "lora.rank", "model.moe.balance_bias")
-
-
-def _muon_rules(config: Config, reject: Rejections) -> None:
-    if config.training.enable_cpu_offload:
-        message = 'Muon multiplies matrices, on the device; set false, or optimizer.name = "AdamW"'
-        reject(OFFLOAD_ALL, message, keys.OPTIMIZER)
 
 
 def _low_precision_rules(config: Config, changed: set[str], reject: Rejections) -> None:

@@ -8,7 +8,7 @@ import functools
 import math
 import os
 from collections.abc import Collection
-from typing import Annotated, Any, Literal, Union, get_args
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args
 
 import tomli_w
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
@@ -178,7 +178,7 @@ def implied_head_dim(values: Any) -> int | None:
     """Return the head_dim that [model.mla] implies; None without latent attention, or if a value is wrong."""
     try:
         mla = Mla.model_validate(values)
-    except ValidationError:  # validation of [model.mla] reports wrong values
+    except ValidationError:  # the validation of [model.mla] itself reports this error
         return None
     return mla.qk_head_dim if mla.kv_lora_rank else None
 
@@ -352,7 +352,7 @@ class Model(Section):
             return values  # pydantic reports a section that is no table
         flavor, defaults = values.get("flavor", "debug"), SIZES["debug"]
         if flavor == "from_hf":
-            if defaults.keys() - values.keys():  # a resolved config has all values and needs no folder
+            if defaults.keys() - values.keys():  # a resolved config has all these keys, and needs no hf_assets_path
                 from titanlite.config.hf.config_json import options_from_hf
 
                 defaults = options_from_hf(values.get("hf_assets_path", ""))
@@ -402,7 +402,7 @@ def layers_of_head(model: Model, seq_len: int) -> float:
     idle = 3 * model.dim * model.expert_dim * (model.moe.n_experts - model.moe.n_experts_per_token)
     weights = sum(layer_parameters(model, n) - idle * model.has_experts(n) for n in range(model.n_layers))
     windows = [min(seq_len, layer.sliding_window or seq_len) for layer in model.of_layers()]
-    keys = sum(window - window**2 / (2 * seq_len) for window in windows)  # read by a token, with a causal mask
+    keys = sum(window - window**2 / (2 * seq_len) for window in windows)  # sum over layers of the mean keys per query
     products = weights + model.n_heads * (model.head_dim + model.v_head_dim) * keys
     return model.dim * model.vocab_size * model.n_layers / products
 
@@ -413,7 +413,6 @@ def norm_parameters(model: Model, channels: int) -> int:
 
 
 def count_parameters(model: Model) -> int:
-    """Return the number of parameters of the full model."""
     matrices = 1 if model.tie_embeddings else 2
     layers = sum(layer_parameters(model, layer) for layer in range(model.n_layers))
     embeddings = model.dim * (matrices * model.vocab_size + model.learned_positions)
@@ -683,7 +682,8 @@ class Lora(Section):
     alpha: Positive = 16.0
     """The product of an adapter's matrices is multiplied by alpha / rank."""
     targets: list[str] = Field(default=["wq", "wk", "wv", "wo", "w1", "w2", "w3"])
-    """Linear layers with adapters, by the end of their name in a block: "wq" stands for "attention.wq"."""
+    """Linear layers with adapters, by the end of their name in a block: "wq" stands for "attention.wq". "experts" gives
+    each routed expert adapters of its three weights, "experts.w1" an adapter of one."""
     base_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Data type of the frozen weights in memory; auto: training.dtype, the data type of the adapters."""
 
@@ -863,6 +863,12 @@ class Debug(Section):
 
 
 class Config(Section):
+    alternatives: ClassVar[dict[str, tuple[str, ...]]] = {
+        "training.epochs": ("training.steps", "lr_scheduler.total_steps"),
+        "training.steps": ("training.epochs",),
+        "lr_scheduler.warmup_ratio": ("lr_scheduler.warmup_steps",),
+        "lr_scheduler.warmup_steps": ("lr_scheduler.warmup_ratio",),
+    }
     job: Job = Field(default_factory=Job)
     model: Model = Field(default_factory=lambda: Model.model_validate({}))
     training: Training = Field(default_factory=Training)

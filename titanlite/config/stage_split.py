@@ -33,7 +33,7 @@ def split_into_stages(names: Sequence[str], costs: Sequence[float], n_stages: in
 
     def best(combine: Callable[[float, float], float], limit: float) -> tuple[float, list[int]]:
         """Return the smallest total cost of stages of which each costs at most `limit`, and the stages' ends."""
-        totals: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # modules -> (total, stages' ends)
+        totals: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # number of modules -> (total cost, stages' ends)
         for _ in range(n_stages):
             longer: dict[int, tuple[float, list[int]]] = {}
             for end in range(1, len(names) + 1):

@@ -24,8 +24,7 @@ from titanlite.launch import process
 from titanlite.launch.folder_lock import FolderInUse, FolderLock
 from titanlite.launch.progress import alive, progress
 
-MOST_SHOWN = 20
-"""Most names of unread columns and keys that a message shows."""
+MOST_SHOWN = 20  # most names of unread columns and keys that a message shows
 
 
 @dataclasses.dataclass
@@ -61,7 +60,7 @@ class CacheBuilder:
             index = None
             while index is None:
                 self._wait_for_lock()
-                with contextlib.suppress(FolderInUse):  # another run took over the suspended process's lock
+                with contextlib.suppress(FolderInUse):  # another run took the lock while this process was suspended
                     self._build_missing()
                     index = Index(dtype=self.dtype, shards=[self.shards[n] for n in range(len(self.segments))])
                     index.publish(self.folder / token_shards.INDEX)
@@ -91,8 +90,7 @@ class CacheBuilder:
         total = sum(segment.bytes for number in missing for segment in self.segments[number])
         with contextlib.ExitStack() as stack:
             advance = stack.enter_context(progress("building the token cache", total=total, unit="bytes"))
-            workers = stack.enter_context(self.tokenizer.workers(len(missing)))
-            builders = workers or [self]
+            builders = stack.enter_context(self.tokenizer.workers(len(missing))) or [self]
             pool = stack.enter_context(ThreadPoolExecutor(len(builders)))
             stack.push(lambda error, *_: error and self.stopped.set())  # an error of one builder stops all
             begin, n_tokens, unclaimed = time.monotonic(), 0, iter(missing)

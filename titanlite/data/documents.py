@@ -13,7 +13,7 @@ from titanlite.data.source import Source
 
 SAMPLE_BYTES, SAMPLES = 2**16, 16  # content_hash reads at most SAMPLES samples of SAMPLE_BYTES from a file
 SAMPLES_OF_ALL = 2**14  # approximate number of samples that content_hash reads from all files together
-MOST_UNREAD = 1000  # largest number of unread columns whose names are remembered
+MOST_UNREAD = 1000  # largest number of names of unread columns to collect for the message about them
 
 
 def open_dataset(source: Source) -> tuple[Iterable[Segment], str]:
@@ -99,7 +99,7 @@ def _open_files(source: Source, *, with_times: bool) -> tuple[Iterator[Segment],
     files = files_of(source)
     readable: Iterable[Path] = files
     if source.training.dataset == "parquet":
-        from titanlite.data.worker_process import readable_footers  # imported here, since most runs read other formats
+        from titanlite.data.worker_process import readable_footers  # imported here: only Parquet files need it
 
         readable = readable_footers(files)
     return (segment_of(source.training, file) for file in readable), content_hash(files, with_times=with_times)

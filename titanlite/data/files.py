@@ -30,8 +30,7 @@ from titanlite.files.durable import is_transient
 
 SUFFIXES = {"text": (".txt",), "json": (".json", ".jsonl"), "parquet": (".parquet",)}
 """Suffixes, in any case, of the files that are read from a folder. Text and JSON files may be compressed, too."""
-TOOLS = "tools"
-"""Optional column of a conversation's row, with the tools that the assistant may call."""
+TOOLS = "tools"  # optional column of a conversation's row, with the tools that the assistant may call
 COMPRESSED = re.compile(r"\.(gz|bz2|xz|zst)$", re.IGNORECASE)
 SPLIT = re.compile(
     r"(?<![a-z])(?:(train)|(val|valid|validate|dev)|(test|eval|held.?out|hold.?out))"
@@ -39,12 +38,9 @@ SPLIT = re.compile(
 )
 """Words in file names that name a split, in the groups 1 training, 2 validation, 3 test. A name's last word counts."""
 
-LARGEST_ROW = 2**26
-"""Most bytes of a row, since several copies of a row are in memory while it is read."""
-BYTES_AT_A_TIME = 2**24
-"""Approximate bytes of a table's rows that are read together."""
-END = 2**62
-"""Value of `end` in a segment whose number of rows or bytes is unknown."""
+LARGEST_ROW = 2**26  # most bytes of a row, since several copies of a row are in memory while it is read
+BYTES_AT_A_TIME = 2**24  # approximate bytes of a table's rows that are read together
+END = 2**62  # value of `end` in a segment whose number of rows or bytes is unknown
 BOM = b"\xef\xbb\xbf"
 KINDS = {kind: text.encode() for kind, text in read_toml(str(Path(__file__).with_name("kinds.toml"))).items()}
 """Regular expression for the first bytes of a file, by the kind of file that is no UTF-8 text."""
@@ -65,10 +61,8 @@ class Row(NamedTuple):
 
     begin: int
     end: int
-    values: dict[str, Any]
-    """Values by column; a row of a text file has the column "text" only."""
-    others: Collection[str] = ()
-    """Columns of the row that are not read."""
+    values: dict[str, Any]  # values by column; a row of a text file has the column "text" only
+    others: Collection[str] = ()  # columns of the row that are not read
 
 
 class BadRowError(Exception):
@@ -346,7 +340,7 @@ def _lines(file: BinaryIO, segment: Segment) -> Iterator[tuple[int, int, bytes]]
 
 def _paragraphs(file: BinaryIO, segment: Segment) -> Iterator[tuple[int, int, bytes]]:
     """Yield begin, end and content of each paragraph that begins in a segment. Empty lines separate paragraphs."""
-    first = max(segment.begin - 2, 0)  # include an empty line that ends just before the segment
+    first = max(segment.begin - 2, 0)  # begin 2 bytes early, to see whether an empty line ends just before the segment
     lines, after_empty = _lines(file, segment._replace(begin=first, end=END)), first == 0
     for is_empty, group in itertools.groupby(lines, key=lambda line: not line[2].rstrip(b"\r\n")):
         if after_empty and not is_empty:

@@ -20,10 +20,8 @@ from titanlite.data.tokenizer import BATCH, Tokenizer, restart_time_limit
 
 CHUNK = 2**18
 """Characters of a text that are encoded at a time; the library needs some 200 bytes of memory per token."""
-OVERLAP = 2**12
-"""Characters that two neighbouring chunks of a text have in common."""
-LARGEST_FILE = 2**27
-"""Largest file of a tokenizer, in bytes."""
+OVERLAP = 2**12  # characters that two neighbouring chunks of a text have in common
+LARGEST_FILE = 2**27  # largest file of a tokenizer, in bytes
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
 FILES += ("chat_template.jinja",)
 """Files of a tokenizer's folder that transformers reads, if they exist."""
@@ -85,8 +83,8 @@ class HuggingFaceTokenizer(Tokenizer):
             self.tokenizer.no_padding()
             ids, added = self.tokenizer.get_vocab(), self.tokenizer.get_added_tokens_decoder().values()
             special = [token.content for token in added if token.special and not self.loaded.split_special_tokens]
-            # No text contains a random name. It keeps the token's first and last characters, on which the matching of
-            # words depends.
+            # `ordinary` gives special tokens random names, which no text contains. A name keeps the token's first and
+            # last characters, on which the tokenizer's matching of words depends.
             self.names = {text: f"{text[0]}{secrets.token_hex(16)}{text[-1]}" for text in special}
             word = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).encode("a")
             around = self.tokenizer.post_process(word)  # encode a single token, and add special tokens around it

@@ -37,7 +37,7 @@ def tokenizer_of_run(model: Model, checkpoint: Checkpoint, parallelism: Parallel
     """Return the tokenizer of a resolved config. Raises ConfigError if the model cannot use the tokenizer."""
     tokenizer, degree = build_tokenizer(model.hf_assets_path), parallelism.tensor_parallel_degree
     weights, advice = checkpoint.initial_load_path, ""
-    if weights == SEEDED or (Path(weights) / "config.json").is_file():  # a checkpoint's vocab_size is fixed
+    if weights == SEEDED or (Path(weights) / "config.json").is_file():  # a titanlite checkpoint fixes vocab_size
         rows = "" if weights == SEEDED else ' and model.new_tokens = "mean", which adds rows'
         advice = f"set model.vocab_size = {-(-tokenizer.vocab_size // degree) * degree}{rows}, or "
     option = f"model.vocab_size = {model.vocab_size}"
@@ -53,7 +53,7 @@ def check_data(
     sources += [Source(training)] if training.streaming else []
 
     def check_source(source: Source) -> None:
-        with contextlib.redirect_stdout(None):  # the run itself prints the file names
+        with contextlib.redirect_stdout(None):  # hide the file names that files_of prints: the run prints them later
             files_of(source) if source.is_files else None
         for tokenizer in tokenizers if (template := template_of(source.training)) else ():
             tokenizer.call(template.identity_of)
@@ -66,12 +66,9 @@ class CacheOfRun(NamedTuple):
     """A token cache that a run needs: its dataset, and the purposes of its splits."""
 
     source: Source
-    fraction: float
-    """Fraction of the documents that is the validation split."""
-    splits: dict[str, Split]
-    """Split of the cache for each purpose, "training" or "validation"."""
-    name: str = ""
-    """Name of the dataset in a mixture."""
+    fraction: float  # fraction of the documents that is the validation split
+    splits: dict[str, Split]  # split of the cache for each purpose, "training" or "validation"
+    name: str = ""  # name of the dataset in a mixture
 
 
 Caches = list[tuple[CacheOfRun, TokenCache]]
@@ -170,8 +167,7 @@ def open_mixture(tokenizer: Tokenizer, training: Training, caches: Caches, *, se
         raise ConfigError(problems)
     shares = mixture.integer_shares(training.datasets, [each.n_sequences for each in packed])
     names = [options.name for options in training.datasets]
-    components = map(mixture.Component, names, packed, identities, shares, limits)
-    return mixture.MixedSequences(list(components), seed=seed)
+    return mixture.MixedSequences(list(map(mixture.Component, names, packed, identities, shares, limits)), seed=seed)
 
 
 def _open_validation(tokenizer: Tokenizer, validation: Validation, caches: Caches) -> SplitSequences:

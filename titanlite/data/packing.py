@@ -63,7 +63,7 @@ def split_sequence(tokens: np.ndarray, tokenizer: Tokenizer) -> Sequence:
     inputs, targets = tokens[:-1].astype(np.int64), tokens[1:].astype(np.int64)
     ends = inputs == tokenizer.eos
     if tokenizer.bos is not None:
-        ends &= targets == tokenizer.bos  # BOS may be the same token as EOS, but BOS ends no document
+        ends &= targets == tokenizer.bos  # EOS ends a document only before BOS: the two may be the same token
     targets[ends] = IGNORED
     return Sequence(inputs, targets, positions_in_documents(ends))
 

@@ -25,8 +25,7 @@ from titanlite.data.token_shards import CHECKSUM_BLOCK, HEADER, DamagedShardErro
 from titanlite.data.tokenizer import BATCH, Rows, Tokenizer, encode_documents, restart_time_limit
 from titanlite.files.durable import checksum, sync
 
-N_SEARCHED = 100
-"""Number of documents that are searched for special tokens in ordinary text."""
+N_SEARCHED = 100  # number of documents that are searched for special tokens in ordinary text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +89,7 @@ def build_shard(
     def documents() -> Iterator[tuple[Split, np.ndarray, int]]:
         document = 0
         for texts, tokens, n_bytes in encoded():
-            if not (number or document or special or options.template):  # search a dataset's first documents
+            if not (number or document or special or options.template):  # find special tokens in the first documents
                 unread.update(spelled(tokenizer, texts[:N_SEARCHED]))
             for text, own in zip(texts, tokens, strict=True):
                 if options.rows:

@@ -18,8 +18,7 @@ class Source:
     """The options that name a dataset; for a validation split, a changed copy of the config's options."""
 
     training: Training
-    path_option: str = "training.dataset_path"
-    """The key of the option for the path, for error messages."""
+    path_option: str = "training.dataset_path"  # key of the option for the path, for error messages
 
     @property
     def is_files(self) -> bool:

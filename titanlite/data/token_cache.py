@@ -124,7 +124,7 @@ def _of_builder(find: Callable[[], str], builds_cache: bool) -> str:
     for each in found:
         if isinstance(each, Exception):
             raise each
-    return next(filter(None, reversed(found)), "")  # the last path in `found` is from the first rank of this node
+    return next(filter(None, reversed(found)), "")  # ranks are in order: the last path is from this node's builder
 
 
 def _wait(folder: Path, dtype: DType) -> Index:

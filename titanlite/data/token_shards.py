@@ -59,12 +59,9 @@ class Shard(Record):
     validation_tokens: Int63
     train_documents: Int63
     validation_documents: Int63
-    text_bytes: Int63
-    """Bytes of the documents' text in UTF-8, in both splits."""
-    train_xxh3_64: Checksum
-    """The checksum of the training split's tokens."""
-    checksums_xxh3_64: Checksum
-    """The checksum of the tensor `checksums`."""
+    text_bytes: Int63  # bytes of the documents' text in UTF-8, in both splits
+    train_xxh3_64: Checksum  # checksum of the training split's tokens
+    checksums_xxh3_64: Checksum  # checksum of the tensor `checksums`
 
     def tensors(self, dtype: DType) -> safetensors.Tensors:
         kind = dtype.replace("uint", "U")
@@ -88,8 +85,7 @@ class Shard(Record):
 class RecordWithChecksum(Record):
     """The content of a JSON file that contains its own checksum."""
 
-    xxh3_64: Checksum = "0" * 16
-    """The checksum of all other fields of the file."""
+    xxh3_64: Checksum = "0" * 16  # checksum of all other fields of the file
 
     def checksum(self) -> str:
         return checksum(json.dumps(self.model_dump(exclude={"xxh3_64"})).encode())
@@ -305,8 +301,7 @@ class Tokens:
 
     def __init__(self, cache: TokenCache, split: Split):
         self.cache, self.split = cache, split
-        counts = [getattr(shard, f"{split}_tokens") for shard in cache.index.shards]
-        self._ends = np.cumsum(counts)
+        self._ends = np.cumsum([getattr(shard, f"{split}_tokens") for shard in cache.index.shards])
 
     def __len__(self) -> int:
         return int(self._ends[-1])

@@ -9,10 +9,8 @@ import numpy as np
 
 from titanlite.config.loader import ConfigError, show
 
-BATCH = 2**20
-"""Number of characters in a batch of texts, which are encoded together."""
-SECONDS = 10
-"""Most seconds of processor time that a worker may spend on a batch or a conversation."""
+BATCH = 2**20  # number of characters in a batch of texts, which are encoded together
+SECONDS = 10  # most seconds of processor time that a worker may spend on a batch or a conversation
 
 
 def restart_time_limit() -> None:
@@ -25,8 +23,7 @@ class Rows(NamedTuple):
     """The number of rows in a model's embedding, which is an upper bound on its token ids."""
 
     n: int
-    option: str
-    """The option that sets the number, for error messages, such as "model.vocab_size = 320"."""
+    option: str  # option that sets the number, for error messages, such as "model.vocab_size = 320"
     advice: str
 
     def require(self, text: str, tokens: np.ndarray | list[int]) -> None:

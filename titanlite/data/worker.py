@@ -21,13 +21,11 @@ from titanlite.config.errors import TrainingError
 from titanlite.config.loader import ConfigError
 from titanlite.data.tokenizer import SECONDS
 
-MEMORY = 7 * 2**28
-"""Most bytes of data in a worker's memory, and of a message."""
-THREADS = 4
-"""Cores per worker; reading and decompression use one of them."""
+MEMORY = 7 * 2**28  # most bytes of data in a worker's memory, and of a message
+THREADS = 4  # cores per worker; reading and decompression use one of them
 MESSAGES: dict[str, TypeAdapter[Any]] = {
     "error": TypeAdapter(tuple[bool, list[str]]),  # whether the error is a ConfigError; the error's lines
-    "report": TypeAdapter(tuple[int, int, list[str]]),  # bytes and tokens since the last report; unread names
+    "report": TypeAdapter(tuple[int, int, list[str]]),  # bytes and tokens since the last report; unread columns' names
     "at": TypeAdapter(tuple[str, int]),  # file and row that a worker reads next
 }
 """Types of the contents of a worker's messages, except results, by name."""

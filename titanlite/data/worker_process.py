@@ -69,8 +69,7 @@ def main() -> None:
         except (TrainingError, OSError) as error:
             send("error", (False, [str(error)]))
         except BaseException as error:  # a panic in the Rust library is a BaseException
-            problem = f"{path}: its tokenizer.json or chat template cannot be used: {reason_of(error)}"
-            send("error", (True, [problem]))
+            send("error", (True, [f"{path}: its tokenizer.json or chat template cannot be used: {reason_of(error)}"]))
 
 
 if __name__ == "__main__":

@@ -16,14 +16,12 @@ from titanlite.files.durable import checksum, sync
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "U64": 8, "U32": 4, "U16": 2, "U8": 1}
 """Bytes of an element, by the safetensors name of its dtype."""
-BLOCK_BYTES = 4 * 2**20
-"""Bytes of a block of a tensor, the unit of checksums and reads."""
+BLOCK_BYTES = 4 * 2**20  # bytes of a block of a tensor, the unit of checksums and reads
 CHECKSUMS = "xxh3_64 of every 4 MiB"
 """Key in `__metadata__` for the checksums of each tensor's blocks, as JSON."""
 SYNCED_BLOCKS = 8
 """The number of blocks written between two syncs, so that the file's size shows how much is on the disk."""
-LARGEST_HEADER = 100_000_000
-"""Largest header in bytes, as in the safetensors library."""
+LARGEST_HEADER = 100_000_000  # largest header in bytes, as in the safetensors library
 
 Tensors = Mapping[str, tuple[str, Sequence[int]]]
 """The dtype and the shape of each tensor of a file, by name, in the order of the tensors in the file."""

@@ -16,7 +16,7 @@ def model_of(folder: Path) -> Model:
     file, weights = folder / "config.json", folder.glob("*.safetensors")
     sizes = [each.stat().st_size for each in weights if each.is_file()]
     model = load_values({"model": model_options(folder), "training": {"seq_len": 1}}, str(file), []).config.model
-    if sizes and (n_parameters := count_parameters(model)) > max(2 * sum(sizes), 2**28):  # a weight has at least 4 bits
+    if sizes and (n_parameters := count_parameters(model)) > max(2 * sum(sizes), 2**28):  # at most two weights per byte
         problem = f"has {n_parameters} parameters, and the *.safetensors beside it {sum(sizes)} bytes"
         raise ConfigError([f"{file}: its model {problem}; expected the config.json of these weights"])
     return model
@@ -44,7 +44,7 @@ def config_files(
     before |= {key: released.get(key) for key in NO_OPTION if key in before}
     changed = {key for key in {**before, **after} if before.get(key) != after.get(key)}
     if "max_position_embeddings" in changed and after["rope_scaling"]:
-        changed.add("rope_scaling")  # rope_scaling without an original length uses max_position_embeddings
+        changed.add("rope_scaling")  # rope_scaling may take its original context length from max_position_embeddings
     if released["model_type"] not in FAMILIES:  # transformers loads kimi_k2 as deepseek_v3
         changed.add("model_type")
     if "model_type" in changed:  # the new type has other defaults for missing keys

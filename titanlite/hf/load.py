@@ -47,8 +47,7 @@ HF_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 EMBEDDING = "tok_embeddings.weight"
 ROWS_AT_A_TIME = 2**14
 """Number of rows of a tensor that are read together to compute the mean of all rows."""
-EXPERT_DIMS = 3
-"""Dimensions of a parameter of experts: experts, rows, columns."""
+EXPERT_DIMS = 3  # dimensions of a parameter of experts: experts, rows, columns
 PREFIXES = ("model.", "transformer.")
 """Prefixes of tensors' names. Folders of models without an output head lack the prefix, as in GPT-2's release."""
 NOT_A_WEIGHT = re.compile(
@@ -242,8 +241,7 @@ def _check_tied(files: dict[str, Path], embedding: nn.Parameter, options: Model)
     name = name_in(files, hf_name(EMBEDDING, options))
     with open_safetensors(files[name]) as one, open_safetensors(files[OUTPUT_HEAD]) as other:
         tensors, ranges = (one.get_slice(name), other.get_slice(OUTPUT_HEAD)), _ranges(embedding, EMBEDDING, options)
-        shards = [_read(tensor, ranges).to(embedding.dtype) for tensor in tensors]
-        if not torch.equal(*shards):
+        if not torch.equal(*(_read(tensor, ranges).to(embedding.dtype) for tensor in tensors)):
             problem = f"{files[OUTPUT_HEAD]}: {OUTPUT_HEAD} differs from {name}, and model.tie_embeddings = true"
             raise ConfigError([f"{problem}; set model.tie_embeddings = false"])
 
@@ -262,8 +260,7 @@ def _fill(parameter: Tensor, name: str, files: dict[str, Path], options: Model) 
                 shard.copy_(_finite(numbers, *next(iter(files.items()))))
     elif local.numel():
         ranges = _ranges(parameter, name, options)
-        shards = local if parameter.dim() == EXPERT_DIMS else [local]
-        targets = zip(files, shards, strict=True)
+        targets = zip(files, local if parameter.dim() == EXPERT_DIMS else [local], strict=True)
         for file, group in itertools.groupby(targets, lambda target: files[target[0]]):
             with open_safetensors(file) as tensors:
                 for tensor, shard in group:

@@ -22,8 +22,7 @@ Q_NORM, Q_LATENT_NORM = "self_attn.q_norm", "self_attn.q_a_layernorm"
 """The names of attention.q_norm in transformers, without and with latent attention."""
 _QUERIES_KEYS_VALUES = ("attention.wq", "attention.wk", "attention.wv")
 _TABLES = read_toml(str(Path(__file__).with_name("names.toml")))
-MODULES: dict[str, str] = _TABLES["modules"]
-"""Name of each module in transformers."""
+MODULES: dict[str, str] = _TABLES["modules"]  # name of each module in transformers
 EXPERTS: dict[str, list[str]] = _TABLES["experts"]
 """Names of experts' tensors in Qwen3-MoE, OLMoE and DeepSeek, and in Mixtral; {} is the number of an expert."""
 
@@ -40,8 +39,7 @@ class Names:
     ends: dict[str, str] = dataclasses.field(default_factory=dict)
     neighbours: bool = False
     """Whether rows 2i and 2i + 1 are rotated together, as in this model."""
-    transposed: Sequence[str] = ()
-    """Modules whose matrices transformers stores as [inputs, outputs]."""
+    transposed: Sequence[str] = ()  # modules whose matrices transformers stores as [inputs, outputs]
 
 
 NAMES = {model_type: Names(**row) for model_type, row in _TABLES["families"].items()}

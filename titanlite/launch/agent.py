@@ -142,7 +142,7 @@ def run_ranks(
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)  # silence torch's reports: this module prints its own
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # LauncherSignals passes other signals on to the ranks
-    signal.pthread_sigmask(signal.SIG_BLOCK, process.SIGNALS)  # blocked in each rank until signal handlers exist
+    signal.pthread_sigmask(signal.SIG_BLOCK, process.SIGNALS)  # ranks inherit the mask until their handlers exist
     parameters, local_address = rendezvous(environment)
     store, place = NewStores(parameters, local_address), {"local_world_size": ranks, "local_addr": local_address}
     program = {"entrypoint": command[0], "args": tuple(command[1:])}
@@ -216,7 +216,7 @@ def _kill_stopped_ranks(agent: Agent, finished: threading.Event) -> None:
     """Kill this node's ranks that outlive a recorded failure. Runs in a thread, since the store may not answer."""
     port, store = None, None
     while not finished.wait(2):
-        with contextlib.suppress(Exception):  # the store may not exist yet, or no longer
+        with contextlib.suppress(Exception):  # the store may not exist yet, or may be gone already
             ranks = children(os.getpid())
             if port != agent.get_worker_group().master_port:  # each attempt has its own store
                 port, store = agent.get_worker_group().master_port, agent.ranks_store()

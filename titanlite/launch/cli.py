@@ -79,7 +79,7 @@ def run(name: str, arguments: list[str]) -> int:
         print(f"titanlite {__version__}")
         return 0
     if name == "train":
-        listen_as_launcher()  # listen before the imports, which take a while
+        listen_as_launcher()  # handle signals already during the imports, which take a while
     else:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM ends a command as Ctrl-C does
     if process.ENDS_WITH_STDIN in os.environ:

@@ -23,8 +23,7 @@ from titanlite.files.durable import Record
 from titanlite.launch.process_table import machine, process_start_time
 from titanlite.launch.progress import progress
 
-LARGEST_LOCK = 4096
-"""Most bytes of a lock file that are read."""
+LARGEST_LOCK = 4096  # most bytes of a lock file that are read
 BEAT_OFFSET = len('{"beat": "')
 
 Name = Annotated[str, Field(max_length=256)]
@@ -42,11 +41,9 @@ class Holder(Record):
     machine: Name
     """Name of a booted kernel and of a process table, within which process IDs can be compared."""
     pid: Annotated[int, Field(ge=1, le=2**31 - 1)]
-    start_time: Name
-    """Start time of the process, since a later process may have the same ID."""
+    start_time: Name  # start time of the process, since a later process may have the same ID
     since: Name
-    token: Name
-    """Random text that differs between locks."""
+    token: Name  # random text that differs between locks
 
     def __str__(self) -> str:
         return f"process {self.pid} on node {show(self.node)}, since {show(self.since)}"
@@ -85,20 +82,16 @@ def _token(content: bytes | None) -> str:
 class FolderLock:
     """Locks a folder from `acquire` to `release`, while a thread writes heartbeats."""
 
-    folder: Path
-    """The folder to lock, which `acquire` creates if it does not exist."""
+    folder: Path  # folder to lock, which `acquire` creates if it does not exist
     name: str
-    purpose: str
-    """The beginning of messages, such as 'job.dump_folder = "outputs"'."""
-    advice: str
-    """The end of the message about a folder in use: what to do."""
+    purpose: str  # beginning of messages, such as 'job.dump_folder = "outputs"'
+    advice: str  # end of the message about a folder in use: what to do
     lost: Callable[[str], None]
     """Called with a message, in the heartbeat's thread, if another process took over the lock."""
     take_over: bool = True
     """Whether to take over other nodes' locks without heartbeat; dead locks of this node are always taken over."""
     beat_seconds: float = 5.0
-    patience: int = 6
-    """Number of heartbeats without which the holder of a lock counts as dead."""
+    patience: int = 6  # number of heartbeats without which the holder of a lock counts as dead
     token, _beats, _thread = "", 0, None
 
     def __post_init__(self) -> None:
@@ -128,7 +121,7 @@ class FolderLock:
             self._released.set()
             self._thread.join()
             self._thread = None
-            with contextlib.suppress(OSError, ConfigError):  # other processes take over a lock that has no heartbeat
+            with contextlib.suppress(OSError, ConfigError):  # a lock that stays is harmless: its heartbeat has stopped
                 if _token(found := _read(self.path)) == self.token:
                     self._withdraw(found)
 

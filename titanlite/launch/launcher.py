@@ -80,7 +80,7 @@ def ranks_per_node(loaded: LoadedConfig[Config], environment: Mapping[str, str],
 
 def check_folders(loaded: LoadedConfig[Config]) -> None:
     """Raise ConfigError with a line for each folder or file that a run cannot use: initial weights, tokenizer, data."""
-    from titanlite.checkpoint.initial_weights import check_initial_weights  # imported here, since both import launch/
+    from titanlite.checkpoint.initial_weights import check_initial_weights  # late imports: these modules import launch/
     from titanlite.data.open import check_data
 
     config = loaded.config.replace(checkpoint__initial_load_path=loaded.config.initial_weights)

@@ -67,7 +67,7 @@ class Signals:
 
         def read() -> None:
             while numbers := os.read(read_end, 64):
-                for number in filter(SIGNALS.__contains__, numbers):  # other signals with handlers are in the pipe, too
+                for number in filter(SIGNALS.__contains__, numbers):  # the pipe gets every signal that has a handler
                     received(number)
 
         threading.Thread(target=read, name="signals", daemon=True).start()

@@ -63,7 +63,7 @@ def process_group(
     # Let gloo connect two ranks when one first sends to the other, instead of all pairs when a group is created.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     raise_open_file_limit()
-    # In addition to NCCL, gloo serves tensors in host memory: the data's identity, checkpoint steps, the last barrier.
+    # gloo, added to NCCL, is for collectives of tensors in host memory: hashes of the data, checkpoint steps, barriers.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = _backstop(comm.init_timeout_seconds)
     arguments: dict[str, Any] = {}

@@ -17,7 +17,7 @@ def machine() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
-    except OSError:  # a random name: only heartbeats then show which processes run
+    except OSError:  # a random name equals no other, so only heartbeats show whether another process is alive
         return secrets.token_hex(16)
 
 
@@ -27,7 +27,7 @@ def process_start_time(pid: int) -> str | None:
         command = ["ps", "-o", "lstart=", "-p", str(pid)]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     try:
-        # The name in parentheses may have spaces. 19 fields after the state is the start time (proc_pid_stat(5)).
+        # The name in parentheses may have spaces. The start time is the 19th field after the state (proc_pid_stat(5)).
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:  # /proc may hide other users' processes (hidepid)
         try:

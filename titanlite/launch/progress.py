@@ -84,10 +84,9 @@ class Activity:
 
 
 current = Activity()
-train_timeout: float | None = None
-"""comm.train_timeout_seconds; None until the first step is done."""
+train_timeout: float | None = None  # comm.train_timeout_seconds; None until the first step is done
 _longest: dict[str, float] = {}  # most seconds that each activity has taken, by name
-_longest_at_first: dict[str, float] = {}  # most seconds in the first step, which includes compilation
+_longest_at_first: dict[str, float] = {}  # most seconds of each activity in this run's first step, with compilation
 
 
 def mark(name: str, step: int | None = None, *, limited: bool = True) -> None:

@@ -49,7 +49,7 @@ def check_writable(folders: Mapping[str, Path]) -> None:
 def lock_run(folders: Mapping[str, Path], job: Job, lost: Callable[[str], None]) -> None:
     """Lock each folder against other runs until this process ends. Raises ConfigError if another run holds a lock; if
     another run takes a lock over later, `lost` is called, and this run must stop writing."""
-    options = {folder.resolve(): option for option, folder in reversed(folders.items())}  # first option of each folder
+    options = {folder.resolve(): option for option, folder in reversed(folders.items())}  # a folder's first option wins
     locks = []
     for option in reversed(options.values()):
         purpose = f"{option} = {show(str(folders[option]))}"

@@ -15,7 +15,7 @@ def leave_working_directory() -> None:
 def keep_children_safe() -> None:
     """Have child processes ignore Python modules in the working directory, and find this titanlite."""
     specs = (finder.find_spec("titanlite", sys.path[1:]) for finder in sys.meta_path)
-    installed = next((spec.origin for spec in specs if spec), "")  # the titanlite that children find without PYTHONPATH
+    installed = next((spec.origin for spec in specs if spec), "")  # titanlite as child processes would import it
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if installed != os.path.join(PACKAGE, "__init__.py") and os.path.dirname(PACKAGE) not in paths:
         paths.insert(0, os.path.dirname(PACKAGE))

@@ -58,14 +58,14 @@ class Watchdog(OneRank):
                 threading.Thread(target=target, name=f"watchdog{target.__name__}", daemon=True).start()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:  # after an exception both threads keep running until end()
+        if kind is None:  # after an exception, the watchdog's two threads run until end() ends the process
             self._finished.set()
 
     def end(self, message: str, status: int, *, lost_connection: bool = False) -> None:
         """End all ranks after an error; each node prints the first error. lost_connection: wait for another rank's."""
         deadline = time.monotonic() + RECORD_SECONDS
         while lost_connection and self._begun and time.monotonic() < deadline:
-            time.sleep(0.1)  # _beat ends this process when it reads a failure
+            time.sleep(0.1)  # _beat, in its own thread, ends this process when it reads another rank's failure
         self._end(self._recorded(self._record(message, status)))
 
     def stopped(self) -> None:
@@ -155,7 +155,7 @@ class Watchdog(OneRank):
         if not progress.is_over(self.comm.init_timeout_seconds) or now - self._looked < 60:
             return None
         self._looked = now
-        if world_size > 64:  # the number of ranks that read all heartbeats doubles every second
+        if world_size > 64:  # stagger the ranks: each reads all heartbeats unless another has recorded the hang
             time.sleep(math.log2(1 + self.launch.rank))
             if self._store.check(["end"]):
                 return None
@@ -192,7 +192,7 @@ class Watchdog(OneRank):
         else:
             least = min(beat["number"] for beat in beats.values())
             last = [rank for rank, beat in beats.items() if beat["number"] == least]
-            # Ranks whose activity has no time limit wait for a rank whose activity has one.
+            # A rank whose activity has no time limit is waiting for another rank, so it is not the one that hangs.
             behind = [rank for rank in last if beats[rank]["limited"]] or last
             first = beats[behind[0]]
             hanging = {"rank": behind[0], **first}

@@ -212,7 +212,7 @@ class MetricsLogger(Logger):
 def _move_to_previous(folder: Path, names: list[str]) -> None:
     previous, moved = folder / "previous" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S.%f"), []
     for path in (folder / name for name in names):
-        is_folder = path.is_dir()  # move only files: this run has locked TensorBoard's folder
+        is_folder = path.is_dir()  # move TensorBoard's files, but keep its folder, which has this run's lock
         files = list(path.glob("events.out.tfevents.*")) if is_folder else [path] if path.exists() else []
         for file in files:
             target = previous / path.resolve().name if is_folder else previous

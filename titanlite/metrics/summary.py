@@ -7,12 +7,20 @@ from titanlite.config.loader import show
 from titanlite.config.model_sizes import SIZES
 from titanlite.config.schema import QUANTIZED_STATES, SEEDED, Model, stage_modules
 from titanlite.data.packing import Sequences, SplitSequences
+from titanlite.model import Llama
 
 
 def run_summary(
-    config: Config, n_parameters: int, sequences: Sequences, validation: SplitSequences | None, peak_flops_source: str
+    config: Config,
+    n_parameters: int,
+    sequences: Sequences,
+    validation: SplitSequences | None,
+    peak_flops_source: str,
+    stages: dict[int, Llama],
 ) -> str:
     """Return the lines that rank 0 prints before the first step. `peak_flops_source`: PeakFlops.source, for MFU."""
+    n_trained = next(iter(stages.values())).adapters.n_trained() if config.lora.rank else 0
+    trained = f"; trains {n_trained:,} of {n_parameters:,} parameters ({100 * n_trained / n_parameters:.2g} %)"
     training, model, groups = config.training, config.model, config.fault_tolerance
     attention = "12LDT" if model.n_heads * model.head_dim == model.dim else "12LHKT"
     attention = "6LH(K+V)T" if model.mla.kv_lora_rank else attention
@@ -31,7 +39,7 @@ def run_summary(
         f"{model.n_kv_heads} KV heads, {family_summary(model)}ffn {model.ffn_dim}, "
         f"vocabulary {model.vocab_size}{larger}; {n_parameters:,} parameters",
         f"precision  {describe_precision(config)}",
-        *optimization_summary(config),
+        *optimization_summary(config, trained),
         f"mesh       {describe_mesh(config)}",
         *([f"groups     number {groups.replica_id} of {groups.group_size} replica groups"] if groups.enable else []),
         *expert_summary(config),
@@ -102,14 +110,14 @@ def describe_precision(config: Config) -> str:
     )
 
 
-def optimization_summary(config: Config) -> list[str]:
-    """Return a line for each enabled technique that saves time or memory."""
+def optimization_summary(config: Config, trained: str = "") -> list[str]:
+    """Return a line for each enabled technique that saves time or memory. `trained`: what LoRA trains."""
     float8, ac, lora, chunks = config.float8, config.activation_checkpoint, config.lora, config.training.loss_chunks
     option = f" {ac.selective_ac_option}" * (ac.mode == "selective")
     groups = f", {ac.layers_per_checkpoint} layers per checkpoint" * (ac.layers_per_checkpoint > 1)
     path = config.checkpoint.initial_load_path
     base = "random weights (checkpoint.initial_load_path)" if path == SEEDED else path
-    adapters = f"rank {lora.rank}, alpha {lora.alpha:g}, of {', '.join(lora.targets)}; base: {base}"
+    adapters = f"rank {lora.rank}, alpha {lora.alpha:g}, of {', '.join(lora.targets)}{trained}; base: {base}"
     lines = {
         f"LoRA       {adapters}": lora.rank > 0,
         f"float8     {float8.recipe}{', emulated' * float8.emulate}": float8.enable,

@@ -20,9 +20,8 @@ PRODUCTS += [getattr(torch.ops.aten, name).default for name in ("_scaled_mm", "_
 
 
 def _saved_operators(option: str) -> list[Any]:
-    """Return the operators whose results selective AC saves: attention; under "op" also matrix products, which are slow
-    (D operations per element), and collectives except all-gathers (large results). Recomputed operators (norms,
-    SwiGLU's product, casts) read memory once."""
+    """Return the operators whose results selective AC saves: attention; under "op" also matrix products, D operations
+    per element, and collectives except all-gathers (large results). Other operators read memory once, as norms do."""
     names = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention", "attention_math")
     saved = [getattr(torch.ops.aten, f"_scaled_dot_product_{name}") for name in names]
     if hasattr(torch.ops.titanlite, "tiled_attention"):  # the operator exists if its file was imported
@@ -30,6 +29,7 @@ def _saved_operators(option: str) -> list[Any]:
     if option != "attention":
         names = ("reduce_scatter_tensor", "all_reduce", "all_to_all_single")
         saved += [getattr(torch.ops._c10d_functional, name) for name in names]
+        saved.append(torch.ops._c10d_functional_autograd.all_to_all_single)
     return [operator.default for operator in saved] + (PRODUCTS if option != "attention" else [])
 
 

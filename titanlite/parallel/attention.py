@@ -110,7 +110,7 @@ def _math_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
     weights = (_math_scores(q, k, causal) - lse.unflatten(1, (k.shape[1], -1)).unsqueeze(-1)).exp()
     grad = _grouped(grad, k)
     dv = torch.einsum("bgmts,bgmtk->bgsk", weights, grad)
-    # The softmax's backward subtracts from each weight's gradient the weighted mean of all gradients: grad . out.
+    # The softmax's backward subtracts each query's weighted mean of dweights, which equals (grad * out).sum(-1).
     dweights = torch.einsum("bgmtk,bgsk->bgmts", grad, _precise(v))
     dscores = weights * (dweights - (grad * _grouped(out, k)).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
     dq = torch.einsum("bgmts,bgsk->bgmtk", dscores, _precise(k)).flatten(1, 2)
@@ -153,7 +153,7 @@ PACKED_ATTENTION: dict[str, PackedAttention] = {"flash": PackedAttention(_flash_
 """Backends with packed attention, by name. Other backends are called once per document and block of a window."""
 ATTENTION_BACKENDS: dict[str, AttentionBackend] = {
     "cpu": AttentionBackend(_cpu_forward, _cpu_backward),
-    "flash": AttentionBackend(_flash_forward, _flash_backward),  # float16 and bfloat16 only, K a multiple of 8
+    "flash": AttentionBackend(_flash_forward, _flash_backward),  # float16 and bfloat16 only, head dim a multiple of 8
     "cudnn": AttentionBackend(_cudnn_forward, _cudnn_backward),  # float16 and bfloat16 only
     "efficient": AttentionBackend(_efficient_forward, _efficient_backward),
     "math": AttentionBackend(_math_forward, _math_backward),  # any device and dtype; memory grows with T x S

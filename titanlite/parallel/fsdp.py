@@ -80,7 +80,7 @@ def use_in_place(model: nn.Module, parallelism: Parallelism, training: Training)
         if is_plain and all(n == 1 for name, n in axes if name.endswith("fsdp")):
             local.fsdp_pre_all_gather = lambda mesh: (nothing, None)
             local.fsdp_post_all_gather = lambda *_, out=None, own=local: (own, ()) if out is None else None
-    # Gradients are moved without a copy only if fully_shard would neither round them nor sum them in a wider dtype.
+    # Move gradients to the shards without a copy, unless fully_shard would round them or sum them in a wider dtype.
     widest = reduce_dtype if parallelism.fsdp_reduce_gradients == "every_accumulation_step" else param_dtype
     if parallelism.world_size == 1 and reduce_dtype == torch.promote_types(param_dtype, widest):
         for module in _units(model):

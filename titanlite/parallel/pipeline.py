@@ -113,7 +113,7 @@ class PipelineRunner:
         outputs: dict[int, Tensor] = {}  # stage outputs of the previous tick, by the number of the next stage
         for tick in range(len(microbatches) + n_stages - 1):
             due = [number for number in self.stages if 0 <= tick - number < len(microbatches)]
-            inputs = {number: outputs.pop(number) for number in due if number in outputs}  # sent by this rank itself
+            inputs = {number: outputs.pop(number) for number in due if number in outputs}  # both stages are on one rank
             received = [number for number in due if number and number not in inputs]
             inputs |= {n: torch.empty(self.hidden_shape, dtype=self.dtype, device=self.device) for n in received}
             messages = [(dist.isend, outputs[number], self._rank_of[number]) for number in outputs]
@@ -148,6 +148,6 @@ class PipelineRunner:
         return [Batch(*microbatch) for microbatch in zip(*fields, strict=True)]
 
 
-# A schedule splits tensor arguments into microbatches and repeats other arguments. Registered as a pytree node,
-# Documents is split like a tensor. Private: torch.utils._pytree (tried on torch 2.13).
+# A schedule splits tensor arguments into microbatches and repeats other arguments. It also splits Documents, which is
+# therefore registered as a pytree node. Private: torch.utils._pytree (tried on torch 2.13).
 register_pytree_node(Documents, lambda each: ([each.positions_BT], None), lambda tensors, _: Documents(*tensors))

@@ -76,7 +76,7 @@ def _local_heads(q_BTHK: Tensor, k_BTGK: Tensor, ulysses: str) -> list[int]:
     return [x.shape[2] // _size(ulysses) for x in (q_BTHK, k_BTGK, k_BTGK)]
 
 
-# Custom operators: torch.compile does not look inside, and neither breaks its graph nor moves communication ----------
+# Custom operators, in which torch.compile neither breaks its graph nor moves communication ---------------------------
 @torch.library.custom_op("titanlite::tiled_attention", mutates_args=())
 def _attention(
     q: Tensor,
@@ -154,7 +154,7 @@ def _backward(ctx: Any, grad_out: Tensor, *_: None) -> tuple[Tensor | None, ...]
 _attention.register_autograd(_backward, setup_context=_setup_context)
 
 
-# Attention between Ulysses all-to-alls: without a ring, one packed call if the backend has one; else ring.py ----------
+# Attention between the Ulysses all-to-alls: a packed call (without a ring, if the backend has one), or ring.py --------
 def _is_packed(document_positions: Tensor | None, ring: str, backend: str, window: int) -> bool:
     return not ring and backend in PACKED_ATTENTION and (document_positions is not None or window > 0)
 
@@ -180,7 +180,7 @@ def _local_backward(
     return tuple(grad.view(x.shape) for grad, x in zip(grads, saved[1:4], strict=True))
 
 
-# _BOUNDS caches bounds by the tensor of positions, which all layers share. Private: torch.utils.weak (2.11 to 2.14).
+# _BOUNDS caches documents' bounds by positions, a tensor that layers share. Private: torch.utils.weak (2.11 to 2.14).
 _BOUNDS = WeakTensorKeyDictionary()
 
 

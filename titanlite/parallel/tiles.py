@@ -115,7 +115,7 @@ def tiles_of_step(
                     yield Tile((b, _slice(queries, i * length)), (b, _slice(keys, j * length + distance)), *kind)
 
 
-_Part = tuple[range, range, bool, bool]  # (queries, keys, causal, flipped), positions in the queries' chunk
+_Part = tuple[range, range, bool, bool]  # queries, keys (positions in the queries' chunk), causal, flipped (of Tile)
 
 
 def _band(position: int, bounds: list[int], distance: int, length: int, window: int) -> Iterator[_Part]:
@@ -124,7 +124,7 @@ def _band(position: int, bounds: list[int], distance: int, length: int, window: 
         for begin, end in pairwise(bounds):
             yield from _triangle(begin, end, window)
     elif distance > 0:
-        # Only the first document of this chunk can have begun in the earlier chunk.
+        # Only the first document of the queries' chunk can have begun in the keys' chunk.
         keys = range(max(-position, -distance), length - distance)
         if keys:
             yield from _rectangle(range(bounds[1]), keys, window)

@@ -73,7 +73,7 @@ class AveragedValidator(Validator):
         of_validation = self.batches
 
         def batches() -> Any:
-            # Validator asks for batches only when a validation begins.
+            # Swap in the averages here, since Validator calls batches() only when a validation begins.
             self._averages.enter_context(averaged(optimizer))
             return of_validation()
 

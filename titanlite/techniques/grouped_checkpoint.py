@@ -22,7 +22,7 @@ def checkpoint_groups(stage: Llama, size: int, parallelism: Parallelism) -> None
     groups = [layers[begin : begin + size] for begin in range(0, len(layers), size)]
     stage.run_layers = functools.partial(_run_layers, stage, groups, reshards)
     if reshards and not parallelism.fsdp_backward_prefetch:
-        # The last block's backward begins by recomputing the first block, whose weights are therefore prefetched.
+        # Before the backward of a group's last block, the group's first block is recomputed, so prefetch its weights.
         for first, *_, last in (group for group in groups if len(group) > 2):
             stage.layers[last].set_modules_to_backward_prefetch(_units(stage.layers[first]))
 
@@ -35,7 +35,6 @@ def _run_layers(
     ropes: Sequence[Tensor],
     documents: Documents | None,
 ) -> Tensor:
-    """Return what Llama.run_layers returns."""
     for group in groups:
         calls = [(stage.layers[layer], ropes[stage.rope_of_layer[int(layer)]], documents) for layer in group]
         run = functools.partial(_run_group, calls, itertools.count(), reshards)

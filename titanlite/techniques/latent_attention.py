@@ -52,7 +52,7 @@ class LatentAttention(nn.Module):
 
     def forward(self, x_ND: Tensor, rope_TK2: Tensor, documents: Documents | None) -> Tensor:
         """Return the output [N, D]. Arguments: as for model.Attention.forward."""
-        sizes = -1, rope_TK2.shape[-3]  # -1 infers this rank's number of sequences (below: of heads)
+        sizes = -1, rope_TK2.shape[-3]  # (sequences, tokens of each): unflatten infers this rank's number of sequences
         *q_latent, kv_NL, k_NR = self.latents(x_ND)
         q_NHK = (self.wq_b(*q_latent) if self.wq is None else self.wq(x_ND)).unflatten(-1, (-1, self.head_dim))
         q_BTHP, q_BTHR = q_NHK.unflatten(0, sizes).split((self.nope_dim, self.rope_dim), dim=-1)

@@ -1,5 +1,5 @@
-"""LoRA (low-rank adaptation, arXiv:2106.09685), for fine-tuning: weights are frozen, and targeted linear layers compute
-W x + alpha / R B A x. Only the adapters' factors A and B have gradients and optimizer states. Adapters have no dropout.
+"""LoRA (low-rank adaptation, arXiv:2106.09685), for fine-tuning: weights are frozen, and targeted linear layers, or
+routed experts, compute W x + alpha / R B A x. Only the adapters' factors A and B have gradients and optimizer states.
 
 Tensor parallel shards B like the rows of W in a column-wise layer, and A like the columns of W in a row-wise layer; the
 other factor is replicated. An adapter adds no collective except the sum of the replicated factor's gradient.
@@ -23,6 +23,7 @@ from titanlite.config.schema import LORA_FACTORS, Lora
 from titanlite.model import Llama
 from titanlite.parallel.own_rules import RunsUncompiled
 from titanlite.techniques.low_precision import placements_of_products
+from titanlite.techniques.moe.layer import Experts
 
 
 class Adapters(nn.Module):
@@ -34,12 +35,13 @@ class Adapters(nn.Module):
         target that no layer has or that is not linear, and for a stage without a target."""
         super().__init__()
         names = _targets(stage, lora)
-        self.lora, self.names = lora, sorted(set().union(*names.values()))
+        self.lora, self.full_model, self.names = lora, model, sorted(set().union(*names.values()))
         self.stage = (stage,)  # a tuple hides the stage from torch, which would register it as a submodule: a cycle
         if not all(names.values()):  # layers of a target may be in another pipeline stage
             full = model()
             if missing := [target for target, found in _targets(full, lora).items() if not found]:
-                layers = {name.rpartition(".")[2] for name, module in _modules(full) if isinstance(module, nn.Linear)}
+                layers = {"experts" for name, each in _layers(full) if isinstance(each, nn.Parameter)}
+                layers |= {name.rpartition(".")[2] for name, each in _layers(full) if isinstance(each, nn.Linear)}
                 expected = f"expected names of linear layers: {', '.join(sorted(layers))} (wq is transformers' q_proj, "
                 expected += "w1 gate_proj, w2 down_proj, w3 up_proj)"
                 raise ConfigError([f"lora.targets: {show(each)}: no layer has it; {expected}" for each in missing])
@@ -47,11 +49,25 @@ class Adapters(nn.Module):
             stages = "a pipeline stage has none of these layers; set targets that each stage has, or fewer stages"
             raise ConfigError([f"lora.targets = {show(lora.targets)}: {stages}"])
 
+    def n_trained(self) -> int:
+        """Return the number of elements of all adapters of the full model."""
+        model = self.full_model()
+        Adapters(model, self.lora, self.full_model).shard_weights(None, None)
+        return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
     def shard_weights(self, tensor: DeviceMesh | None, expert: DeviceMesh | None) -> None:
         """Add the adapters, sharded like their layers, and freeze all other weights in lora.base_dtype."""
         (stage,) = self.stage
         for name in self.names:
-            add_adapter(stage.get_submodule(name), self.lora)
+            parent, _, weight = name.rpartition(".")
+            if isinstance(experts := stage.get_submodule(parent), Experts):
+                mixture, adapter = stage.get_submodule(parent.removesuffix(".experts")), AdapterOfExperts()
+                add_factors(adapter, getattr(experts, weight), self.lora)
+                mixture.add_adapter(weight, adapter, expert)
+            else:
+                layer = stage.get_submodule(name)
+                add_factors(layer, layer.weight, self.lora)
+                layer.__class__ = _adapted_class(type(layer))
         for module in stage.modules():
             for key, parameter in list(module.named_parameters(recurse=False)):
                 if key not in LORA_FACTORS:
@@ -61,42 +77,66 @@ class Adapters(nn.Module):
         stage.tie()
 
 
-def _modules(model: Llama) -> Iterator[tuple[str, nn.Module]]:
+def _layers(model: Llama) -> Iterator[tuple[str, nn.Module | nn.Parameter]]:
+    """Yield each module of the blocks with its name; in place of Experts, each of their stacked weights."""
     for layer, block in model.layers.items():
-        yield from ((f"layers.{layer}.{name}", module) for name, module in block.named_modules() if name)
+        for name, module in block.named_modules(prefix=f"layers.{layer}"):
+            if isinstance(module, Experts):
+                yield from ((f"{name}.{key}", getattr(module, key)) for key in ("w1", "w2", "w3"))
+            elif module is not block and not isinstance(module, nn.ModuleDict):
+                yield name, module
+
+
+def _is_target(target: str, name: str, layer: nn.Module | nn.Parameter) -> bool:
+    """Return whether a target is the end of a layer's name. A target of experts says so: experts, or experts.w1."""
+    if isinstance(layer, nn.Parameter):
+        return "experts" in target and any(f".{each}".endswith(f".{target}") for each in (name, name[: -len(".w1")]))
+    return f".{name}".endswith(f".{target}")
 
 
 def _targets(model: Llama, lora: Lora) -> dict[str, list[str]]:
     """Return the names of the modules that match each target. Raises ConfigError for a module that is not an nn.Linear
     or is computed with the experts, and for lora.rank above the width of a module."""
-    of_experts = tuple(f"{name}." for name, module in _modules(model) if isinstance(module, RunsUncompiled))
+    mixtures = tuple(f"{name}." for name, module in _layers(model) if isinstance(module, RunsUncompiled))
     names: dict[str, list[str]] = {target: [] for target in lora.targets}
-    for name, module in _modules(model):
-        for target in (each for each in names if f".{name}".endswith(f".{each}")):
+    for name, module in _layers(model):
+        for target in (each for each in names if _is_target(each, name, module)):
             problem = f"lora.targets: {show(target)}: {name} is a {type(module).__name__}"
-            if type(module).forward is not nn.Linear.forward:
-                problem += ", whose forward is not affine; name linear layers, as wq or feed_forward.w1"
-                raise ConfigError([problem])
-            if name.startswith(of_experts):
-                raise ConfigError([f"{problem} of a mixture of experts, which has no adapters; name attention's"])
-            if (most := min(module.in_features, module.out_features)) < lora.rank:
-                problem = f"lora.rank = {lora.rank}: {name} has {module.in_features} inputs and {module.out_features}"
-                raise ConfigError([f"{problem} outputs; expected at most {most}"])
+            is_stacked = isinstance(module, nn.Parameter)
+            if not is_stacked and type(module).forward is not nn.Linear.forward:
+                raise ConfigError([f"{problem}, whose forward is not affine; name linear layers, as wq or w1"])
+            if not is_stacked and name.startswith(mixtures):
+                raise ConfigError([f"{problem} of a mixture, which has adapters of routed experts only; name experts"])
+            n_outputs, n_inputs = (module if is_stacked else module.weight).shape[-2:]
+            if (most := min(n_inputs, n_outputs)) < lora.rank:
+                problem = f"lora.rank = {lora.rank}: {name} has {n_inputs} inputs and {n_outputs} outputs"
+                raise ConfigError([f"{problem}; expected at most {most}"])
             names[target].append(name)
     return names
 
 
-def add_adapter(layer: nn.Linear, lora: Lora) -> None:
-    """Add an adapter to a linear layer on the meta device, whose weight may be a plain tensor or a DTensor."""
-    shapes = (layer.in_features, lora.rank), (layer.out_features, lora.rank)
-    factors = [torch.empty(shape, dtype=layer.weight.dtype, device="meta") for shape in shapes]
-    if isinstance(layer.weight, DTensor):
-        (placement,), mesh = layer.weight.placements, layer.weight.device_mesh
-        a, b = Shard(0) if placement == Shard(1) else Replicate(), Shard(0) if placement == Shard(0) else Replicate()
+def add_factors(module: nn.Module, weight: Tensor, lora: Lora) -> None:
+    """Add the factors [..., I, R] and [..., O, R] of a weight [..., O, I], a plain tensor or a DTensor, to a module."""
+    *stacked, n_outputs, n_inputs = weight.shape
+    shapes = (*stacked, n_inputs, lora.rank), (*stacked, n_outputs, lora.rank)
+    factors = [torch.empty(shape, dtype=weight.dtype, device="meta") for shape in shapes]
+    if isinstance(weight, DTensor):
+        (placement,), mesh = weight.placements, weight.device_mesh
+        rows, columns = Shard(len(stacked)), Shard(len(stacked) + 1)
+        a = rows if placement == columns else Replicate() if placement == rows else placement
+        b = Replicate() if placement == columns else placement
         factors = [distribute_tensor(x, mesh, [p], src_data_rank=None) for x, p in zip(factors, (a, b), strict=True)]
     for name, factor in zip(LORA_FACTORS, factors, strict=True):
-        layer.register_parameter(name, nn.Parameter(factor))
-    layer.__class__, layer.lora_scale = _adapted_class(type(layer)), lora.alpha / lora.rank
+        module.register_parameter(name, nn.Parameter(factor))
+    module.lora_scale = lora.alpha / lora.rank
+
+
+class AdapterOfExperts(nn.Module):
+    """One adapter per expert, whose factors (`add_factors`) are stacked as the experts' weight is."""
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Return this rank's shards of alpha / R A, [E, R, I], and of B, [E, O, R]."""
+        return _local(self.lora_a).transpose(1, 2) * self.lora_scale, _local(self.lora_b)
 
 
 @functools.cache
@@ -117,6 +157,8 @@ def _adapted(layer: Any, x: Tensor) -> Tensor:
     return base(x) + DTensor.from_local(own, mesh, [output], run_check=False)
 
 
-def _local(factor: DTensor) -> Tensor:
+def _local(factor: Tensor) -> Tensor:
     """Return this rank's shard of a factor. The gradient of a replicated factor is a partial sum on each rank."""
+    if not isinstance(factor, DTensor):
+        return factor
     return factor.to_local(grad_placements=[Partial() if p.is_replicate() else p for p in factor.placements])

@@ -94,7 +94,7 @@ class LowBitAdam(AdamW8bit):
                     if weight.grad is not None:
                         state = self._state_of(weight)
                         rounds = self.bf16_stochastic_round and weight.dtype == torch.bfloat16
-                        # Local shards, since dispatching DTensors would take longer than the device's step.
+                        # Pass local shards: the dispatch of DTensors would take longer than the update on the device.
                         tensors = map(local_shard, (weight, weight.grad, *state.values()))
                         self._update(*tensors, group["lr"], *scaling, *numbers, rounds)
 

@@ -23,8 +23,7 @@ from titanlite.config import ConfigError
 from titanlite.config.schema import Float8, Int8
 from titanlite.model import Llama
 
-MX_BLOCK = 32
-"""Number of values that share a scale in MXFP8."""
+MX_BLOCK = 32  # number of values that share a scale in MXFP8
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
@@ -127,7 +126,7 @@ def to_mxfp8(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     wide = F.pad(x_MK, (0, -x_MK.shape[1] % MX_BLOCK)).to(torch.promote_types(x_MK.dtype, torch.float32))
     blocks = wide.unflatten(1, (-1, MX_BLOCK))
     exponents = (blocks.abs().amax(-1, keepdim=True) / LARGEST).log2().ceil().clamp(-127, 127)
-    # Clamp to 448: the logarithm's rounding may let a value exceed this largest float8 value, and infinity does.
+    # Clamp to 448, float8's largest value: the logarithm's rounding may let a value exceed it, and infinity exceeds it.
     values = (blocks * (-exponents).exp2()).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
     return values.flatten(1), exponents.squeeze(-1)
 

@@ -28,11 +28,9 @@ RMS = 0.2
 class Unit(NamedTuple):
     """The matrices that one rank orthogonalizes in a round: one matrix, or some matrices of a stack of experts."""
 
-    number: int
-    """Index of the weight among the optimizer's matrices."""
+    number: int  # index of the weight among the optimizer's matrices
     shape: tuple[int, ...]
-    first: int
-    """Number of the first expert; 0 for a matrix."""
+    first: int  # number of the first expert; 0 for a matrix
 
 
 def is_orthogonalized(name: str, parameter: Tensor) -> bool:
@@ -127,8 +125,7 @@ class Muon(torch.optim.Optimizer):
         """A qk_clip.QkClip, whose step ends each step of this optimizer; None: no QK-clip."""
         self._step_supports_amp_scaling = getattr(adamw, "_step_supports_amp_scaling", False)
         own = {"params": list(matrices), "weight_decay": optimizer.weight_decay, "is_muon": True}
-        groups = adamw.param_groups + ([own] if matrices else [])
-        super().__init__(groups, adamw.defaults | {"is_muon": False})
+        super().__init__(adamw.param_groups + ([own] if matrices else []), adamw.defaults | {"is_muon": False})
 
     @functools.cached_property
     def _rounds(self) -> list[list[Assignment]]:
@@ -275,8 +272,7 @@ def build_muon(
     named = list(parameters)
     matrices = [parameter for name, parameter in named if is_orthogonalized(name, parameter)]
     others = [(name, parameter) for name, parameter in named if not is_orthogonalized(name, parameter)]
-    adamw = build_adam(parameter_groups(others, optimizer), optimizer, "AdamW")
-    return Muon(adamw, matrices, optimizer, group)
+    return Muon(build_adam(parameter_groups(others, optimizer), optimizer, "AdamW"), matrices, optimizer, group)
 
 
 def muon_of(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh | None) -> Muon:

@@ -25,7 +25,7 @@ from titanlite.model import Block, Llama
 from titanlite.parallel.own_rules import ShardsWeights
 from titanlite.parallel.tensor import BLOCK_STYLES
 
-LARGEST_FILE = 2**24  # bytes of a file of own parts
+LARGEST_FILE = 2**24  # largest size, in bytes, of a file of the user's own parts
 _LOADED_NOW = set[Path]()
 GATHER = "reduce over `group`, or set parallelism.disable_loss_parallel = true"
 
@@ -129,7 +129,7 @@ class Own(Parts):
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
-    return torch.allclose(a, b, rtol=1e-3, atol=1e-4)  # tolerances that let an own loss round to bfloat16
+    return torch.allclose(a, b, rtol=1e-3, atol=1e-4)  # tolerances that allow the user's loss to round to bfloat16
 
 
 def _state(module: nn.Module) -> dict[str, Any]:

@@ -25,12 +25,12 @@ def main(argv: list[str]) -> int:
         print(json_schema(), end="")
         return 0
     if argv[0] == "--from-torchtitan":
-        from titanlite.tools.from_torchtitan import command  # late import: only this option reads keys.toml
+        from titanlite.tools.from_torchtitan import command  # late import: only --from-torchtitan reads keys.toml
 
         return command.main(argv[1:])
     if len(argv) == 2 and not any(name.startswith("-") for name in argv):
         return compare(*argv)
-    from titanlite.launch.launcher import load_and_check  # late import: only this use looks for ranks
+    from titanlite.launch.launcher import load_and_check  # late import: only a resolved config needs the launcher
 
     load_and_check(argv, lambda loaded: print(loaded.config.toml(), end="", flush=True))
     return 0

@@ -41,8 +41,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seq-len", type=count(), metavar="N", help=text)
     text = "sequences at a time (default: 8)"
     parser.add_argument("--batch-size", dest="local_batch_size", type=count(), metavar="B", help=text)
-    text = "attend only within a document"
-    parser.add_argument("--document-mask", action="store_const", const="true", help=text)
+    parser.add_argument("--document-mask", action="store_const", const="true", help="attend only within a document")
     arguments, overrides = parser.parse_known_args(argv)
     readable = [f"--training.{key}" for key in MORE_OPTIONS]
     for before, override in itertools.pairwise(["", *overrides]):

@@ -40,7 +40,7 @@ def svg_figure(figure: Figure, name: str, caption: str, *, title: str) -> str:
     text = file.getvalue()
     text = text[text.index("<svg") :]  # without the XML header
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
-    # Shorten the numbers of paths to a hundredth of a point, for smaller files.
+    # Cut the coordinates of SVG paths to a hundredth of a point, so that the file is smaller.
     text = re.sub(r'\bd="[^"]*"', lambda match: re.sub(r"(\.\d\d)\d+", r"\1", match[0]), text)
     caption = f"<figcaption>{html.escape(caption)}</figcaption>"
     return f"<h2>{title}</h2>\n<figure>\n{text}{caption}\n</figure>\n"

@@ -45,7 +45,7 @@ class Row(Record):
     routed_experts: list[list[Ids]] = Field(default=[])
 
 
-Values = dict[int, list[float | None]]  # logprobs of a row's token_ids, by the row's line
+Values = dict[int, list[float | None]]  # logprobs of the token_ids of a row, by the row's line number in the file
 
 
 def main(argv: list[str]) -> int:

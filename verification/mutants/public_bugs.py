@@ -454,12 +454,12 @@ ADAPTERS = [
         "NVIDIA-NeMo/Megatron-Bridge", 2193, "open",
         "LoRA was not merged with tensor parallel above 1: adapters had another shape than the sharded weights.",
         Mutant("checkpoint/adapters.py", "each tensor-parallel rank merges the first rows of B",
-               "update = b_OR[rows].to(wide)", "update = b_OR[: len(rows)].to(wide)", MERGED)),
+               "b_OR[..., rows, :]", "b_OR[..., : len(rows), :]", MERGED)),
     PublicBug(
         "axolotl-ai-cloud/axolotl", 3294, "open",
         "LoRA was not merged into the weights of a run with FSDP2.",
         Mutant("checkpoint/adapters.py", "each rank merges the first columns of A",
-               "a_IR[columns].to(wide).T", "a_IR[: len(columns)].to(wide).T", MERGED)),
+               "a_IR[..., columns, :]", "a_IR[..., : len(columns), :]", MERGED)),
     PublicBug(
         "modelscope/ms-swift", 7786, "closed",
         "With LoRA and tensor parallel, the norm over all heads had the width of all heads, and its input of some.",

@@ -145,7 +145,7 @@ NOT_DRAWN = {
         *("training.dataset_response_key", "training.long_conversations", "training.special_tokens_in_text"),
     ],
     "the layout of one replica group is compared": ["fault_tolerance"],
-    "59 layouts of tests/techniques/test_lora.py have adapters; none is drawn at random yet": ["lora"],
+    "80 layouts of tests/techniques/test_lora.py have adapters; none is drawn at random yet": ["lora"],
     "the options that it takes the place of are drawn": ["training.epochs", "lr_scheduler.warmup_ratio"],
     "it needs CUDA": ["parallelism.enable_async_tensor_parallel"],
 }

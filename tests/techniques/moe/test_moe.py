@@ -273,7 +273,7 @@ def test_an_update_adjusts_the_biases_by_the_sign_of_the_load():
         assert router.load.tolist() == [9, 5, 4, 2]
     balance.begin_step(1.0)
     assert router.record.tolist() == [0] * 9, "the load of an earlier step"
-    router.record[:4] = 7
+    router.record[:4] = torch.tensor([2, 4, 5, 9])
     balance.update(torch.tensor(False), all_reduce=False)  # a step that was skipped
     assert router.balance_bias.tolist() == expected
     assert router.load.tolist() == [9, 5, 4, 2]

@@ -88,7 +88,9 @@ def test_a_baseline_that_lacks_what_is_compared_is_rejected(runs: tuple[Run, Run
 @pytest.mark.parametrize("arguments", [["--steps=5"], ["--all"], ["--dtype=float32"]])
 def test_options_that_do_not_fit_are_one_line(arguments: list[str], capsys):
     assert run_command("parity", ["debug", "--gates", *arguments]) == 2
-    assert "--gates: expected no torchrun, --all or --dtype, and --steps from 6 on" in capsys.readouterr().err
+    assert (
+        "--gates: expected no torchrun, --all, --dtype or --tolerance, and --steps from 6 on" in capsys.readouterr().err
+    )
     assert run_command("parity", ["debug", "--baseline=folder"]) == 2
     assert "--baseline is read only with --gates" in capsys.readouterr().err
 

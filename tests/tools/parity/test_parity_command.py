@@ -16,9 +16,10 @@ import torch
 from titanlite import Own, config
 from titanlite.data.packing import Sequence
 from titanlite.launch import launcher
+from titanlite.launch.cli import run_command as run_in_process
 from titanlite.loss import IGNORED
 from titanlite.tools.parity import command
-from titanlite.tools.parity.compare import FLOAT64_TOLERANCE, print_comparison, tolerances
+from titanlite.tools.parity.compare import FLOAT64_TOLERANCE, print_comparison, print_tolerances, tolerances
 from titanlite.tools.parity.reference import RandomSequences, Trace, run_reference
 from titanlite.tools.parity.shrink import adapt_to_cpu, shrink
 
@@ -178,3 +179,34 @@ def test_own_data_without_a_valid_target_is_a_line():
     loaded = config.load(["debug", "--training.seq_len=32"], Own(data=lambda *arguments: [nothing] * 8))
     with pytest.raises(config.ConfigError, match=r"own\.data: the sequences of step 1 have no valid target"):
         run_reference(config.check(loaded, config.Launch(0, 0, 1, 1, 0)), CPU, steps=1)
+
+
+# --tolerance ---------------------------------------------------------------------------------------------------------
+
+
+def test_tolerances_of_every_tensor_are_relative(capsys):
+    reference = {"step 1 loss": torch.tensor(4.0), "step 1 gradient w": torch.tensor([0.0, -2.0])}
+    layout = {"step 1 loss": torch.tensor(4.0), "step 1 gradient w": torch.tensor([0.5, -2.0])}
+    assert print_tolerances(reference, layout, {"step 1 loss": 0.4, "step 1 gradient w": 1.0})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines[1:3]] == [
+        ["step", "1", "loss", "0.0e+00", "1.0e-01", "equal"],
+        ["step", "1", "gradient", "w", "2.5e-01", "5.0e-01", "equal"],
+    ]
+    assert not print_tolerances(reference, layout, {"step 1 loss": 0.4, "step 1 gradient w": 0.4})
+    assert "2.5e-01   2.0e-01  DIFFERS" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--all", "--dtype=float32", "--gates"])
+def test_tolerance_takes_no_other_precision(option: str, capsys):
+    assert run_in_process("parity", ["debug", "--tolerance", option]) == 2
+    assert "--tolerance" in capsys.readouterr().err
+
+
+@pytest.mark.nightly
+def test_the_precision_of_a_config_is_compared():
+    status, output, _ = run_command("debug_tp", "--tolerance", "--steps=1", "--training.mixed_precision_param=bfloat16")
+    assert (status, "bfloat16, 1 steps" in output) == (0, True), output
+    rows = [line.split() for line in output.splitlines() if "gradient" in line and line.endswith("equal")]
+    assert len(rows) > 10
+    assert all(0 < float(measured) < float(allowed) < 0.2 for *_, measured, allowed, _ in rows)

@@ -62,12 +62,41 @@ def test_a_writer_and_its_verdict(name: str, tmp_path: Path, capsys: pytest.Capt
         "--local-addr=localhost",
         f"--nproc-per-node={step.ranks}",
     ]
-    script = [str(ROOT / "examples" / "verify" / f"{step.writer}.py"), str(tmp_path / "step"), *step.options.split()]
-    command = [sys.executable, *(launcher if step.ranks > 1 or step.package == "deepspeed" else []), *script]
+    launch = launcher if step.ranks > 1 or step.package == "deepspeed" else []
+    script = [step.writer, str(tmp_path / "step"), *step.options.split()]
+    assert_verdict(launch, script, step.verdict, tmp_path / "step", capsys)
+
+
+def assert_verdict(launch: list[str], script: list[str], verdict: str, folder: Path, capsys: Any) -> None:
+    """Run a script that writes a folder, and find a verdict in the report below its table."""
+    command = [sys.executable, *launch, str(ROOT / "examples" / "verify" / f"{script[0]}.py"), *script[1:]]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=folder.parent, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    status = run_command("parity", ["--against", str(tmp_path / "step")])
+    status = run_command("parity", ["--against", str(folder)])
     report = capsys.readouterr().out
-    assert step.verdict in report.partition("\n\n")[2].partition("\n\n")[2], report
-    assert status == (0 if step.verdict.startswith("equal") else 1)
+    assert verdict in report.partition("\n\n")[2].partition("\n\n")[2], report
+    assert status == (0 if verdict.startswith("equal") else 1)
+
+
+BUGS = {
+    "none": "equal: the largest distance, of ",
+    "none_experts": "equal: the largest distance, of ",
+    "mean_of_means": f"gradients and loss are {MEANS}, each a mean over its own tokens",
+    "sum_in_a_pipeline": "gradients are 144.0 x too large: valid tokens = 144",
+    "stages_initialized_again": "gradients are different, and not by a factor",
+    "gathered_logits": "loss is 1.14249 x too large",
+    "copies_counted": "gradient norm is, for the program's own gradients, too large by 8.4e-05 of its size",
+    "scores_of_own_experts": "different, and not by a factor; the most: gradient layers.0.feed_forward.router.weight",
+    "balance_loss_of_each_batch": "the balance loss is 4.0 x too large: accumulation steps = 4",
+    "experts_omitted": "gradient norm is, for the program's own gradients, too small by 7.8e-04 of its size",
+}
+"""The bugs of examples/verify/bugs_of_2026.py, and what the report says of each."""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_bug_of_2026_and_its_verdict(bug: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("transformers")
+    script = ["bugs_of_2026", bug, str(tmp_path / "step")]
+    assert_verdict([], script, BUGS[bug], tmp_path / "step", capsys)

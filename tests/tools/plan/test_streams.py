@@ -219,6 +219,17 @@ def test_networks_are_slower_over_more_nodes():
     )
 
 
+def test_an_all_reduce_sends_twice_what_a_reduce_scatter_does():
+    """It is a reduce-scatter and an all-gather. Differences of two sizes are without latencies."""
+    model = CostModel(DEVICES["h100"], {}, 8, "network")
+
+    def seconds_of_a_gigabyte(name: str) -> float:
+        one, two = (model.collective_seconds(name, size * 10**9, list(range(32))) for size in (1, 2))
+        return two - one
+
+    assert seconds_of_a_gigabyte("all_reduce") == pytest.approx(2 * seconds_of_a_gigabyte("reduce_scatter"))
+
+
 # Async TP ------------------------------------------------------------------------------------------------------------
 
 

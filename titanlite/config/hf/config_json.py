@@ -110,12 +110,11 @@ def _activation(config: JsonObject, model_type: str) -> str:
 
 def _own_options(config: JsonObject, model_type: str, dim: int) -> dict[str, Any]:
     if model_type == "granite":
-        scaling = config.number("logits_scaling", 1.0)
         return {
             "embedding_scale": config.number("embedding_multiplier", 1.0),
             "attention_scale": config.number("attention_multiplier", 1.0),
             "residual_scale": config.number("residual_multiplier", 1.0),
-            "logits_scale": 1 / scaling,
+            "logits_scale": 1 / config.number("logits_scaling", 1.0),
         }
     if model_type == "gemma":
         return {"embedding_scale": math.sqrt(dim)}

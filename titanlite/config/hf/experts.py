@@ -7,8 +7,7 @@ from titanlite.config.hf.families import FAMILIES
 from titanlite.config.hf.values import JsonObject
 from titanlite.config.loader import Section, show
 
-SWIGLU = {"limit": 7.0, "alpha": 1.702}
-"""Default values of swiglu_limit and swiglu_alpha in gpt-oss."""
+SWIGLU = {"limit": 7.0, "alpha": 1.702}  # default values of swiglu_limit and swiglu_alpha in gpt-oss
 
 
 def expert_options(config: JsonObject, model_type: str) -> dict[str, Any]:

@@ -10,8 +10,7 @@ from titanlite.config.hf.values import JsonObject
 from titanlite.config.loader import Section, read_toml
 
 _TABLES = read_toml(str(Path(__file__).with_name("families.toml")))
-PLAIN: dict[str, Any] = _TABLES["plain"]
-"""Default values of the options in which model types differ."""
+PLAIN: dict[str, Any] = _TABLES["plain"]  # default values of the options in which model types differ
 TOGETHER = [set(keys) for keys in _TABLES["together"]]
 """Sets of keys that depend on each other: if one key of a set has changed, the export writes the full set anew."""
 DEFAULTS: dict[str, dict[str, Any]] = _TABLES["defaults"]
@@ -45,8 +44,7 @@ class Family:
     """model.activation for each value of hidden_act; the first value is the type's default."""
     bias: str = ""
     """model.attention_bias if the key attention_bias is true; empty: the type does not read the key."""
-    has_bias: bool = False
-    """Default of the key attention_bias."""
+    has_bias: bool = False  # default of the key attention_bias
     has_mlp_bias: bool = False
     """Whether the type reads the key mlp_bias."""
     window: int | None = None
@@ -54,8 +52,7 @@ class Family:
     kinds: str = ""
     """How layers may differ. "windows": in their sliding window; "rope": in the window, and in RoPE scaling, which
     layers with a window lack; "no_rope": in whether they have RoPE."""
-    rotated: float | None = None
-    """Default of partial_rotary_factor; None: all channels are rotated."""
+    rotated: float | None = None  # default of partial_rotary_factor; None: all channels are rotated
     fits: Callable[[Section], bool] = lambda _: True
     """Function of [model] that returns whether this type supports a combination of options."""
 
@@ -118,7 +115,7 @@ FITS: dict[str, Callable[[Section], bool]] = {
     "qwen3_moe": lambda model: _routes(model, in_every_layer=False, normalizes=False),
     "olmoe": lambda model: _routes(model, normalizes=False) and _heads_are_as_wide(model),
     "phi3": lambda model: model.hf_model_type == "phi3" or is_long(model),
-    "glm": lambda model: model.hf_model_type == "glm",  # GLM's tensor names do not follow from its options
+    "glm": lambda model: model.hf_model_type == "glm",  # models with the same options may have other tensor names
     "glm4_moe": _routes_as_glm,
     "starcoder2": lambda model: (model.attention_bias == "all") == model.mlp_bias,
     "gpt2": lambda model: _heads_are_as_wide(model) and model.n_kv_heads == model.n_heads,

@@ -130,8 +130,7 @@ class Table(Record):
 
     sequences: Int63
     chunks: Int63
-    xxh3_64: Checksum
-    """Checksum of the file."""
+    xxh3_64: Checksum  # checksum of the file
 
     @property
     def file_size(self) -> int:
@@ -141,13 +140,11 @@ class Table(Record):
 class PackingIndex(RecordWithChecksum):
     """The content of packing.json."""
 
-    tables: list[Table]
-    """Packing table of each shard of the token cache."""
+    tables: list[Table]  # packing table of each shard of the token cache
     documents: Int63
     long_documents: Int63
     """Number of documents longer than a sequence, which were split, dropped or truncated."""
-    tokens: Int63
-    """Number of tokens in all sequences, without padding."""
+    tokens: Int63  # number of tokens in all sequences, without padding
 
 
 def open_best_fit(cache: TokenCache, split: Split, training: Training, *, builds_cache: bool) -> "BestFit":

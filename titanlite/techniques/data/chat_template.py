@@ -80,7 +80,7 @@ class ChatTemplate:
         return ChatTemplate(tokenizer).identity
 
     def document(self, training: Training, values: dict[str, Any], unread: set[str]) -> list[Conversation]:
-        """Return the conversations of a row (columns `values`) that are trained on. Adds the message keys that the
+        """Return the conversations to train on of a row, whose columns are `values`. Adds the message keys that the
         template ignores to `unread`. Raises ValueError if the row is no conversation or cannot be rendered."""
         restart_time_limit()
         try:
@@ -150,7 +150,7 @@ class ChatTemplate:
         for own, encoding in zip(conversations, encodings, strict=True):
             begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
             limits = np.array([*own.trained, (2**62, 2**62)], np.int64)
-            near = limits[np.searchsorted(limits[:, 1], begins, side="right")]  # region at or after each token
+            near = limits[np.searchsorted(limits[:, 1], begins, side="right")]  # trained region at or after each token
             ids = np.array(encoding.ids, np.uint32)
             tokens.append(np.where(near[:, 0] < np.maximum(ends, begins + 1), ids, ids | bit).astype(dtype))
         return tokens
@@ -205,7 +205,7 @@ class ChatTemplate:
             through = text if index == len(messages) - 1 else self._render(messages[: index + 1], tools)
             before = self._before(messages[: index + 1], tools, through)
             if not through.startswith(before) and THOUGHT in str(message.get("content")):
-                # The template drops reasoning that the generation prompt asks for, so hide THOUGHT from the template.
+                # This template drops reasoning, which it finds by THOUGHT, but the prompt asks for it: escape THOUGHT.
                 thought = message["content"].replace(THOUGHT, ESCAPE + chr(FIRST + self._numbers[THOUGHT]))
                 through = self._render([*messages[:index], {**message, "content": thought}], tools)
             if not through.startswith(before):

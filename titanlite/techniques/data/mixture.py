@@ -22,8 +22,7 @@ from titanlite.files.durable import Int63, Record, parse_part
 
 MIXTURE_BLOCK = 1024
 """Number of sequences of a block. Another number would change the order of every mixture."""
-WEIGHT_OF_LARGEST = 2**32
-"""Integer share of the dataset with the largest weight."""
+WEIGHT_OF_LARGEST = 2**32  # integer share of the dataset with the largest weight
 
 
 def seed_of(name: str, seed: int) -> int:
@@ -55,10 +54,8 @@ class Component(NamedTuple):
 
     name: str
     sequences: PackedSequences
-    content: str
-    """Text that identifies the dataset's tokens."""
-    share: int
-    """Share of the mixture, relative to the shares of the other datasets."""
+    content: str  # text that identifies the dataset's tokens
+    share: int  # share of the mixture, relative to the shares of the other datasets
     limit: int | None
     """How many sequences of the dataset may be read; None: any number."""
 
@@ -70,8 +67,7 @@ class Component(NamedTuple):
 class MixtureBlock(NamedTuple):
     """One block of the mixture. `counts`: how many sequences of each dataset come before the block, over all epochs."""
 
-    first: int
-    """Global index of the block's first sequence."""
+    first: int  # global index of the block's first sequence
     counts: tuple[int, ...]
     phase: tuple[int, ...]
     """Counts at the start of the current phase: a phase starts at the beginning and whenever a dataset is used up."""
@@ -197,7 +193,7 @@ class MixedSequences:
         counts, left = [0.0] * len(self.components), float(n)
         while left and (active := {i: self.components[i] for i in self._active(counts)}):
             total = sum(each.share for each in active.values())
-            ends = {}  # number of sequences until a dataset reaches its limit, by dataset
+            ends = {}  # number of sequences of the mixture until a dataset reaches its limit, by dataset
             for i, each in active.items():
                 ends[i] = math.inf if each.limit is None else (each.limit - counts[i]) * total / each.share
             taken = min(left, *ends.values())
@@ -222,7 +218,7 @@ class MixedSequences:
     def _walk_through(self, block: MixtureBlock) -> tuple[list[tuple[int, int]], MixtureBlock]:
         """Return (dataset, index in the dataset's order) for each sequence of a block, and the next block."""
         chosen, counts, phase = [], list(block.counts), block.phase
-        end = MIXTURE_BLOCK  # index at which all datasets are used up; shuffling does not cross it
+        end = MIXTURE_BLOCK  # if all datasets are used up in this block: their end, which shuffling does not cross
         while len(chosen) < MIXTURE_BLOCK:
             chosen += self._choose(counts, phase, MIXTURE_BLOCK - len(chosen))
             if counts[chosen[-1]] == self.components[chosen[-1]].limit:  # the chosen dataset is used up

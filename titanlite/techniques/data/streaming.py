@@ -47,7 +47,7 @@ def partition(segments: list[Segment], n: int) -> list[list[Segment]]:
     shards: list[list[Segment]] = [[] for _ in range(n)]
     if all(map(is_splittable, segments)):
         total = sum(segment.bytes for segment in segments)
-        first = 0  # bytes in earlier segments
+        first = 0  # bytes in the segments before `segment`
         for segment in segments:
             n_rows = segment.end - segment.begin
             for number, shard in enumerate(shards):

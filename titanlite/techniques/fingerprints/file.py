@@ -24,10 +24,8 @@ from titanlite.files.durable import Int63, Record, parse, replace_file
 from titanlite.techniques.fingerprints.sketch import SIZE
 
 FOLDER = "fingerprints"
-KEY = "titanlite.fingerprints"
-"""The metadata key of the file's Description, as JSON."""
-LARGEST_FILE = 2**27
-"""Most bytes of a fingerprint file, enough for half a million tensors."""
+KEY = "titanlite.fingerprints"  # metadata key of the file's Description, as JSON
+LARGEST_FILE = 2**27  # most bytes of a fingerprint file, enough for half a million tensors
 LARGEST_SQUARE = 64
 """Largest accepted ratio of the 16 inner products' mean square to the squared norm. The expected ratio is 1. 16 times
 the ratio is chi-squared with 16 degrees of freedom, and exceeds 16 x 64 with a probability below 1e-200."""
@@ -40,11 +38,9 @@ class Description(Record):
     """Describes the run that wrote fingerprints: the step, types and counts that a comparison needs."""
 
     step: Int63
-    compute_dtype: Dtype
-    """Type in which matrix products are computed."""
+    compute_dtype: Dtype  # type in which matrix products are computed
     weights_dtype: Dtype
-    state_dtype: Dtype
-    """Type of the optimizer states."""
+    state_dtype: Dtype  # type of the optimizer states
     counts: Annotated[dict[Name, Number], Field(max_length=40)]
     """Factors by which a wrong layout could scale gradients: degrees of parallelism, and numbers of tokens."""
 

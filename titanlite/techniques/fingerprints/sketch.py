@@ -17,8 +17,7 @@ from titanlite.init import parameter_seed
 
 N_PRODUCTS = 16
 """Inner products per fingerprint. With 16, a distance is estimated with a relative standard deviation of 0.18."""
-SIZE = 1 + N_PRODUCTS
-"""Numbers per fingerprint: one squared norm, and the inner products."""
+SIZE = 1 + N_PRODUCTS  # numbers per fingerprint: one squared norm, and the inner products
 CHUNK_ELEMENTS = {"cpu": 2**16, "cuda": 2**24}
 """Number of elements whose signs are in memory at a time, by device; on a CPU, the signs fit into the cache."""
 GOLDEN = -7046029254386353131

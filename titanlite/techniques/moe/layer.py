@@ -3,6 +3,7 @@
 No tokens are dropped: an expert's tokens are consecutive rows, whose number has no limit.
 Shapes: N tokens, D model width, E experts, F width of an expert, K experts per token, M = N x K pairs."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,9 +39,10 @@ class MixtureOfExperts(nn.Module):
         order_M = order_by_expert(self.sort_key(experts_NK).flatten(), self.router.n_experts)
         row_M = inverse(order_M)
         x_MD = _Spread.apply(x_ND, order_M, row_M, operators)
-        scores_M = _Permute.apply(scores_NK.flatten(), order_M, row_M)
+        scores_M = Permute.apply(scores_NK.flatten(), order_M, row_M)
         shared_ND = None if self.shared is None else self.shared(x_ND)
-        kept = Keep.apply(scores_M, order_M)
+        anchor = scores_M if scores_M.requires_grad else next(self.experts.adapters.parameters(), scores_M)
+        kept = Keep.apply(anchor, order_M)
         out_ND = _Collect.apply(self.compute(x_MD, scores_M, counts_E), row_M.view_as(experts_NK), kept, operators)
         return out_ND if shared_ND is None else out_ND + shared_ND
 
@@ -70,33 +72,41 @@ class Experts(nn.Module):
             self.w1_bias = nn.Parameter(torch.empty(n_experts, expert_dim))
             self.w2_bias = nn.Parameter(torch.empty(n_experts, dim))
             self.w3_bias = nn.Parameter(torch.empty(n_experts, expert_dim))
+        self.adapters = nn.ModuleDict()  # adapters by the name of a weight (techniques/lora.py)
         self.operators = operators.EAGER
         self.clamp = (model.moe.swiglu_limit, model.moe.swiglu_alpha) if model.moe.swiglu_limit else ()
 
     def weights(self) -> list[Tensor]:
         """Return w1, w2, w3 and any biases as plain tensors. Parallelism replaces `weights`, to return local shards."""
-        return list(self.parameters())
+        return list(self.parameters(recurse=False))
 
     def forward(self, x_MD: Tensor, scores_M: Tensor, counts_E: Tensor) -> Tensor:
         """Return the rows' outputs times their scores, [M, D]. The first counts_E[0] rows belong to expert 0, the next
         counts_E[1] rows to expert 1, and so on. The scores are factors on the input of w2."""
         w1, w2, w3, *biases = self.weights()
-        product = _grouped_product(x_MD, w1, counts_E)
-        gate_MF, up_MF = product(x_MD, w1), product(x_MD, w3)
+        of_w1, of_w2, of_w3 = (self.adapters[key]() if key in self.adapters else () for key in ("w1", "w2", "w3"))
+        product = _grouped_product(x_MD, [w1, *of_w1, *of_w2, *of_w3], counts_E)
+        gate_MF, up_MF = _sum(product, x_MD, w1, *of_w1), _sum(product, x_MD, w3, *of_w3)
         if not biases:
-            return product(_SwiGLU.apply(gate_MF, up_MF, scores_M, self.operators, self.clamp), w2)
+            return _sum(product, _SwiGLU.apply(gate_MF, up_MF, scores_M, self.operators, self.clamp), w2, *of_w2)
         numbers_E = torch.arange(len(counts_E), device=counts_E.device)
         expert_M = numbers_E.repeat_interleave(counts_E, output_size=len(x_MD))
-        of_gate, of_out, of_up = (F.embedding(expert_M, bias) for bias in biases)  # F.embedding: sums in a fixed order
+        of_gate, of_out, of_up = (F.embedding(expert_M, bias) for bias in biases)  # backward sums in a fixed order
         hidden_MF = _SwiGLU.apply(gate_MF + of_gate, up_MF + of_up, scores_M, self.operators, self.clamp)
-        return product(hidden_MF, w2) + of_out * scores_M.to(of_out.dtype).unsqueeze(1)
+        return _sum(product, hidden_MF, w2, *of_w2) + of_out * scores_M.to(of_out.dtype).unsqueeze(1)
 
 
-def _grouped_product(x_MD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Any:
-    """Return a function that multiplies each row by the weight of the row's expert, [E, outputs, inputs]."""
-    sides = weight_EFD.shape[1:]
-    fits = all(side * x_MD.element_size() % ROW_BYTES == 0 for side in sides)
-    if fits and x_MD.dtype in GROUPED_MM_DTYPES.get(x_MD.device.type, ()):
+def _sum(product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, *factors: Tensor) -> Tensor:
+    """Return the sum of a weight's product and of its adapter's, if there are the two factors of an adapter."""
+    out = product(x, weight)
+    return out + product(product(x, factors[0]), factors[1]) if factors else out
+
+
+def _grouped_product(x_MD: Tensor, weights: list[Tensor], counts_E: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a function that multiplies each row by the weight of the row's expert, [E, outputs, inputs]. `weights`
+    have the sides of all weights that the function gets."""
+    fits = all(side * x_MD.element_size() % ROW_BYTES == 0 for weight in weights for side in weight.shape[1:])
+    if fits and len(x_MD) and x_MD.dtype in GROUPED_MM_DTYPES.get(x_MD.device.type, ()):
         ends_E = counts_E.cumsum(0).to(torch.int32)
         return lambda x, weight: torch._grouped_mm(x, weight.transpose(-2, -1), offs=ends_E)
     sizes = counts.read(counts_E)
@@ -155,13 +165,13 @@ def inverse(order_M: Tensor) -> Tensor:
     return torch.empty_like(order_M).scatter_(0, order_M, torch.arange(len(order_M), device=order_M.device))
 
 
-class _Permute(torch.autograd.Function):
-    """Sorts the scores of all pairs of token and expert into the order of the experts' rows."""
+class Permute(torch.autograd.Function):
+    """Sorts rows, or their scores. `row_M` is the inverse of the permutation `order_M`."""
 
     @staticmethod
-    def forward(ctx: Any, scores_M: Tensor, order_M: Tensor, row_M: Tensor) -> Tensor:
+    def forward(ctx: Any, x_M: Tensor, order_M: Tensor, row_M: Tensor) -> Tensor:
         ctx.save_for_backward(row_M)
-        return scores_M[order_M]
+        return x_M[order_M]
 
     @staticmethod
     def backward(ctx: Any, gradient_M: Tensor) -> tuple[Tensor, None, None]:

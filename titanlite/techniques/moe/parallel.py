@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from titanlite.techniques.moe import counts
 from titanlite.techniques.moe.fsdp import shard_block_with_experts
-from titanlite.techniques.moe.layer import Experts, Keep, MixtureOfExperts, order_by_expert
+from titanlite.techniques.moe.layer import Experts, Keep, MixtureOfExperts, Permute, inverse, order_by_expert
 from titanlite.techniques.moe.operators import Operators
 
 SEQUENCE = Shard(0)  # placement of activations [N, D] whose tokens are sharded over the tensor-parallel ranks
@@ -54,12 +54,19 @@ class ShardableMixture(MixtureOfExperts):
                 placement = Shard(1 if name == "w2" else 0)
                 _distribute(layer, "weight", tensor, Replicate() if expert else placement)
                 layer.forward = functools.partial(_local_linear, layer)
-            self.router.contributes = is_first  # the first tp rank records the load for all
+            self.router.contributes = is_first  # without EP, all TP ranks route the same tokens: one records the load
             self.forward = functools.partial(_on_own_tokens if expert else _on_all_tokens, self.forward, tensor)
+
+    def add_adapter(self, name: str, adapter: nn.Module, expert: DeviceMesh | None) -> None:
+        """Adapt a weight of the routed experts (techniques/lora.py), after `shard_weights`."""
+        self.experts.adapters[name] = adapter
+        if expert:
+            self.sort_key = super().sort_key
+            self.compute = functools.partial(_exchange_at_once, self.experts, expert.get_group())
 
 
 def _local_weights(experts: Experts, adds_bias: bool) -> list[Tensor]:
-    w1, w2, w3, *biases = (local_weight(weight) for weight in experts.parameters())
+    w1, w2, w3, *biases = (local_weight(weight) for weight in experts.parameters(recurse=False))
     if biases and not adds_bias:
         biases[1] = biases[1] * 0
     return [w1, w2, w3, *biases]
@@ -110,6 +117,22 @@ def _exchange(experts: Experts, group: dist.ProcessGroup, x_MD: Tensor, scores_M
     kept = Keep.apply(scores_M, *weights, received_scores, *orders, *arrived, *gates, *ups)
     rows = received_scores, gates, ups
     return _ExchangedExperts.apply(exchange, experts.operators, experts.clamp, kept, rows, x_MD, scores_M, *weights)
+
+
+def _exchange_at_once(
+    experts: Experts, group: dist.ProcessGroup, x_MD: Tensor, scores_M: Tensor, counts_E: Tensor
+) -> Tensor:
+    """Do what _exchange does by operators that autograd differentiates, for experts with adapters: no row is in flight
+    while experts compute. `x_MD` and the result are sorted by expert."""
+    sent_RL = counts_E.view(group.size(), -1)
+    received_RL = _wait(_start(counts_E, None, None, group)).view_as(sent_RL)
+    sent, received = ([sum(row) for row in each] for each in counts.read(torch.stack((sent_RL, received_RL))))
+    order = _transposed(received_RL, sum(received))
+    back = inverse(order)
+    swap = torch.ops._c10d_functional_autograd.all_to_all_single  # private API of torch (tried on 2.13)
+    arriving = (_wait(swap(rows, received, sent, group.group_name)) for rows in (x_MD, scores_M))
+    y = experts.forward(*(Permute.apply(rows, order, back) for rows in arriving), received_RL.sum(0))
+    return _wait(swap(Permute.apply(y, back, order), sent, received, group.group_name))
 
 
 def _transposed(counts_AB: Tensor, n_rows: int) -> Tensor:

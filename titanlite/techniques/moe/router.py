@@ -24,7 +24,7 @@ class Router(nn.Module):
         self.register_buffer("balance_bias", torch.zeros(self.n_experts) if self.moe.balance_bias else None)
         self.register_buffer("load", torch.zeros(self.n_experts, dtype=torch.int64))  # last step's tokens per expert
         self.register_buffer("record", torch.zeros(2 * self.n_experts + 1, dtype=torch.float64), persistent=False)
-        self.contributes = True  # whether this rank records tokens that several ranks route
+        self.contributes = True  # whether this rank records the load of tokens that other ranks route too
         self.tokens_per_step, self.loss_scale = 1.0, 1.0
 
     def reset_buffers(self, device: torch.device) -> None:

@@ -36,8 +36,7 @@ from titanlite.parallel.shards import local_shard
 from titanlite.techniques.sdc import hash_of_bits
 from titanlite.train_step import OneGroup, SavedState, Totals, sum_over_ranks
 
-BUCKET_ELEMENTS = 2**24
-"""Number of gradient elements that are summed over the groups at a time."""
+BUCKET_ELEMENTS = 2**24  # number of gradient elements that are summed over the groups at a time
 ATTEMPT = timedelta(seconds=20)
 """Interval at which a group that waits for other groups checks whether it was asked to stop."""
 ATTEMPTS_BEFORE_STOP = 2
@@ -58,8 +57,7 @@ class GroupState(Enum):
 class Ballot(NamedTuple):
     """A group's row in a table by which groups compare their states before a step. The table is summed over groups."""
 
-    groups: float
-    """Number of groups with this group's number; more than 1 is an error."""
+    groups: float  # number of groups with this group's number; more than 1 is an error
     tokens: float
     is_member: float
     """Whether the group has taken part in a step."""
@@ -157,7 +155,7 @@ class Replicas(OneGroup):
         step is yielded again. Raises TrainingError if the group was asked to stop while it waited for other groups."""
         while self.manager.current_step() < last:
             self._join()
-            if self.manager.current_step() < last:  # `_join` may have copied the state of `last` from another group
+            if self.manager.current_step() < last:  # `_join` may have copied another group's state of step `last`
                 yield self.manager.current_step() + 1
 
     def _join(self) -> None:

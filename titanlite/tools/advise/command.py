@@ -44,7 +44,7 @@ def make_task(options: Any) -> Task:
     from titanlite.tools.advise.search_space import Task  # late import: --help need not wait for torch
 
     n_devices, sequences = options.gpus, max(1, options.global_batch // options.seq_len)
-    if sequences > n_devices:  # all data-parallel degrees divide a multiple of n_devices
+    if sequences > n_devices:  # each data-parallel degree divides n_devices, so it divides the rounded batch
         sequences -= sequences % n_devices
     device = find_device(options.device)
     return Task(options.model, options.seq_len, sequences, n_devices, options.device, device, options.float8)

@@ -21,7 +21,7 @@ def estimate_bytes(task: Task, candidate: Candidate) -> float:
     matrix = model.dim * model.vocab_size / mesh.tp
     shards = mesh.dp_shard * mesh.cp
     n_layers = model.n_layers
-    if mesh.pp > 1:  # the output head counts as some layers
+    if mesh.pp > 1:  # pipeline stages count the output head as task.layers_of_head layers
         n_layers = candidate.stages * math.ceil((n_layers + task.layers_of_head) / (mesh.pp * candidate.stages))
     weights, own_weights = n_layers * layer_weights, n_layers * own_weights
     if mesh.pp == 1:
@@ -38,7 +38,7 @@ def estimate_bytes(task: Task, candidate: Candidate) -> float:
         messages = 2 * tokens * model.dim * n_microbatches * (2 if schedule == "1F1B" else 3.5 * candidate.stages)
         if schedule in SPLIT_BACKWARD:
             gathered += mesh.pp * n_layers / candidate.stages * between
-    # A compiled loss has 2 bytes for a logit and its gradient; an uncompiled loss has intermediate results of 8 more.
+    # A compiled loss has 2 bytes for a logit and its gradient together; an uncompiled loss has 8 more bytes per logit.
     logits = (2 if candidate.compiled else 10) * matrix / model.dim * tokens * mesh.tp / candidate.loss_chunks(task)
     total = own_weights * STATE_BYTES + gathered + in_flight * saved + max(working, logits) + messages
     degrees = [mesh.pp, mesh.dp_replicate, shards, mesh.tp, mesh.cp // mesh.ulysses, mesh.ulysses]
@@ -97,7 +97,7 @@ def _layer_weights(task: Task, mesh: Mesh) -> tuple[float, float]:
     total = (task.n_parameters - matrices * model.dim * model.vocab_size - model.dim) / model.n_layers
     experts = task.share_with_experts * 3 * model.dim * model.expert_dim * model.moe.n_experts
     others = (total - experts) / mesh.tp
-    # Experts are sharded over ep or, if ep is 1, over tp; FSDP shards experts over the rest of shards x tp.
+    # Experts are split over EP ranks, or over TP ranks if ep is 1. With FSDP, an expert weight has shards * tp shards.
     return others + experts / (mesh.ep if mesh.ep > 1 else mesh.tp), others / shards + experts / (shards * mesh.tp)
 
 
@@ -122,8 +122,8 @@ def _layer_bytes(task: Task, candidate: Candidate) -> tuple[float, float, float]
     hidden, products = dense * (2 if model.gated_ffn else 1) * model.ffn_dim, dense * model.ffn_dim
     norms = (2 * dim if model.norm_placement == "both" else 0) + (q_dim + kv_dim // 2) * bool(model.qk_norm)
     channels, unsharded = 2 * q_dim + kv_dim, 2 * mesh.tp * dim if is_split else 0
-    # `saved` counts values per token. Under tensor parallelism, products read gathered inputs, which are saved without
-    # AC. The backward of a compiled block computes sums and pointwise results again.
+    # `saved` counts values per token. Under tensor parallelism, matrix products read all-gathered inputs; without AC,
+    # these inputs are saved. The backward of a compiled block recomputes additions and pointwise results.
     full = candidate.checkpointing == "full"
     if full:
         saved = dim

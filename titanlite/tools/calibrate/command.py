@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
 def main(argv: list[str]) -> int:
     """Run `titanlite calibrate` on torchrun's ranks, or start ranks on this node. Returns the exit status."""
-    usage = "titanlite calibrate FILE.toml [--ranks N] [--checkpoint-folder DIR]"
-    parser = Parser(usage, __doc__)
+    parser = Parser("titanlite calibrate FILE.toml [--ranks N] [--checkpoint-folder DIR]", __doc__)
     parser.add_argument("file", type=new_file, metavar="FILE.toml", help="the file to write")
     text = "ranks of this node (default: its GPUs; 1 without any)"
     parser.add_argument("--ranks", type=count(MOST_RANKS), metavar="N", help=text)
@@ -75,7 +74,6 @@ def main(argv: list[str]) -> int:
 
 
 def write(device: Device, file: Path) -> None:
-    """Write a device as a TOML file for `plan.device`."""
     from titanlite.files.durable import replace_file
 
     values = device.model_dump(exclude_none=True)

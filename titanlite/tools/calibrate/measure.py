@@ -37,8 +37,7 @@ def measure_device(
         measured["operators"] = done(measure_operators(timer))
         measured["matmul"] = done(measure_matmul(timer))
         measured["attention"], measured["attention_backward"] = done(measure_attention(timer))
-        seconds = done(measure_dispatch(timer, measured["operators"]))
-        measured["operator_seconds"], measured["dtensor_seconds"] = seconds
+        measured["operator_seconds"], measured["dtensor_seconds"] = done(measure_dispatch(timer, measured["operators"]))
         measured["collectives"] = done(measure_collectives(timer, ranks_per_node) if world > 1 else [])
         measured["slowdown"] = done(measure_slowdown(timer))
         host = {"host_memory_bandwidth": measure_host_memory(timer)}

@@ -24,7 +24,7 @@ ELEMENTS = {"cpu": [2**i for i in range(10, 24, 2)], "cuda": [2**i for i in rang
 ROW = 256  # elements of a row; a reduction sums over a row
 UNCACHED = {"cpu": 2**26, "cuda": 2**28}
 """Bytes of the operands and results among which a measured operator alternates: more than most caches hold."""
-MOST_TURNS = 256  # largest number of operands among which an operator alternates
+MOST_TURNS = 256  # largest number of operand lists that a measured operator takes in turn
 
 MEASURED_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -100,8 +100,7 @@ def _scaled_product(operands: RandomOperands, m: int, n: int, k: int) -> Callabl
     dtype, scale = torch.float8_e4m3fn, torch.ones((), device=operands.device)
     call = functools.partial(torch._scaled_mm, out_dtype=torch.bfloat16, use_fast_accum=True)
     pairs = operands.turns((m, k), (n, k), result=m * n)
-    turns = [(x.to(dtype), weight.to(dtype).t(), scale, scale) for x, weight in pairs]
-    return _in_turn(call, turns)
+    return _in_turn(call, [(x.to(dtype), weight.to(dtype).t(), scale, scale) for x, weight in pairs])
 
 
 def _random(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:

@@ -13,11 +13,11 @@ MOST_CALLS = 1000  # largest number of calls that are timed as one group
 
 
 class Timer:
-    """Times calls. Every rank must time the same calls in the same order. `seconds`: least time to repeat a call."""
+    """Times calls. Every rank must time the same calls in the same order. A call is repeated for at least `seconds`."""
 
     def __init__(self, device: torch.device, seconds: float = 0.05):
         self.device, self.budget = device, seconds
-        self.spreads: list[float] = []  # per timed call: median relative distance of its groups' times from their mean
+        self.spreads: list[float] = []  # per result: median relative deviation of the groups' times from that result
         self._barrier = 0.0  # seconds that a group without calls takes
         self._barrier = self._mean(lambda: None, 1)
 

@@ -33,7 +33,7 @@ LIKELY = 1e-3  # routers count as equal below this probability of sending a toke
 FACTOR, GROWTH_OF_FACTOR = 0.25, 8
 """If B = c A, |c - 1| / max(c, 1) may be FACTOR, or GROWTH_OF_FACTOR times the inputs' distance (measured: 4.4)."""
 MULTIPLE = 0.3  # B counts as a multiple of A if the norm of B - c A is at most this fraction of the norm of B
-FAR = 0.7  # unrelated tensors have the distance sqrt(2), and fingerprints estimate it below FAR for one pair in 1,000
+FAR = 0.7  # least distance of unrelated tensors: they have sqrt(2), estimated below FAR for one such pair in 1,000
 ZERO = 0.02
 """A gradient smaller than this fraction of one rounding of its module's largest gradient is only rounding. Biases of
 keys without rotary embedding had gradients of 0.001 to 0.003 roundings in float64, float32 and bfloat16."""
@@ -109,7 +109,7 @@ def compare_step(
     norms = {name: max(_norm(a[name]), _norm(b[name])) for name in inputs}
     limits, entries = _Limits(descriptions, norms, before, is_first=is_first), []
     used = {name: far for name, far in distances.items() if " ".join(name.split(" ")[:2]) not in limits.unused}
-    lists = {id(own): own for own in inputs.values()}  # the lists without repetitions: many tensors share a list
+    lists = {id(own): own for own in inputs.values()}  # each list of inputs once: many tensors have the same list
     largest = {key: max([used[each] for each in own if each in used], default=0.0) for key, own in lists.items()}
     for name, own in inputs.items():
         tensors, far, explained = (a[name], b[name]), distances[name], largest[id(own)]
@@ -163,7 +163,7 @@ class _Limits:
         is_output = phase == "forward" and tensor != "loss"
         allowed = self._allowed_of_activation(explained, GROWTH_OF_OUTPUT if is_output else GROWTH)
         if phase == "gradient" and self.parameters.get(tensor):
-            # Small gradients, as of queries under nearly uniform attention, contain the rounding of large numbers.
+            # A small gradient (of wq, if attention is nearly uniform) contains the rounding errors of larger numbers.
             allowed *= self.largest[module_of(tensor)] / self.norms[name]
         return allowed
 

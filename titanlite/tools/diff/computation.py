@@ -19,7 +19,7 @@ def inputs_of_entries(names: Collection[str]) -> dict[str, list[str]]:
     for name in sorted(found["gradient"], key=_backward_order):
         of_module[module_of(name)].append(f"gradient {name}")
     present, recorded = {*names, GRADIENT_NORM}, {*found["forward"], *found["backward"]} - {"loss"}
-    modules = in_order(recorded | of_module.keys() - {"output", "position_embeddings"})  # without a recorded output
+    modules = in_order(recorded | of_module.keys() - {"output", "position_embeddings"})  # these two record no output
 
     def known(*entries: str) -> list[str]:
         return [each for each in entries if each in present]

@@ -12,7 +12,7 @@ from titanlite.tools.diff.report import PHASES, WORDS, judge, report
 from titanlite.tools.html_page import WIDTH, figure_style, page, printed, svg_figure
 
 SMALLEST = 1e-18  # distances below this one, also 0, are drawn at this height
-REPORT_WIDTH = 150  # columns of the text
+REPORT_WIDTH = 150  # characters per line of the report's text
 PHASE_COLOURS = dict(zip(PHASES, ("#999999", "#4477aa", "#cc6677", "#ddaa33", "#117733"), strict=True))
 CAPTIONS = WORDS["captions"]
 

@@ -20,7 +20,7 @@ PHASES = tuple(WORDS["phases"])
 STYLES = ("green", "bold red", "yellow")  # style of the printed verdict, by exit status
 SMALLEST_RATIO = 1e-3
 """The report says which numbers explain a ratio only if the ratio differs from 1 by more than this."""
-MOST_NAMES = 5  # largest number of tensors, or of reasons, in a line of the report
+MOST_NAMES = 5  # largest number of tensor names, or of explanations of a ratio, in a line of the report
 
 
 def judge(steps: list[Step]) -> tuple[int, Step]:

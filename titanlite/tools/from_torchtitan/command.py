@@ -34,8 +34,7 @@ def main(argv: list[str]) -> int:
     if len(argv) not in (1, 2) or any(not name or name.startswith("-") for name in argv):
         raise ConfigError(["expected titanlite config --from-torchtitan FILE [TARGET.toml]"])
     source, *targets = argv
-    values = read_toml(source)
-    conversion = convert(values)
+    conversion = convert(read_toml(source))
     problems = problems_of(conversion, targets[0] if targets else "the converted config")
     text = conversion.toml(header(source, conversion.rows, problems))
     if targets:
@@ -49,8 +48,7 @@ def main(argv: list[str]) -> int:
             raise ConfigError([f"{target}: cannot be written: {error.strerror}"]) from None
     else:
         print(text, end="")
-    width = max(Console(stderr=True).width, 140)
-    console = Console(stderr=True, highlight=False, markup=False, width=width)
+    console = Console(stderr=True, highlight=False, markup=False, width=max(Console(stderr=True).width, 140))
     console.print(listing(conversion.rows))
     console.print("Differs whatever the file says:", *(f"- {line}" for line in WHATEVER_THE_FILE_SAYS), sep="\n")
     if targets:

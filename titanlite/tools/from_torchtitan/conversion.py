@@ -16,7 +16,7 @@ TAKEN, RENAMED, DEFAULT = "taken", "renamed", "torchtitan's default"
 MEANING_CHANGED, NOT_READ, MISSING, UNKNOWN = "meaning changed", "not read", "not offered", "unknown"
 STATUSES = (TAKEN, RENAMED, DEFAULT, NOT_READ, MEANING_CHANGED, MISSING, UNKNOWN)
 OPTIONS = options_of(Config)
-LARGEST = 2**53  # a number above any number in a config with which a run can start
+LARGEST = 2**53  # numbers from here on are invalid: no run can start with them
 _TABLES = read_toml(str(Path(__file__).with_name("keys.toml")))
 
 
@@ -152,7 +152,7 @@ class Conversion:
         """Set switches that are off and have options set, which torchtitan ignores and titanlite would reject."""
         for dependent in DEPENDENT_OPTIONS:
             switch = dependent.switch
-            if switch in self.options or switch.startswith("model."):  # model.flavor sets switches of [model]
+            if switch in self.options or switch.startswith("model."):  # [model]'s switches come from model.flavor
                 continue
             default = OPTIONS[switch].default
             is_off = default in dependent.off

@@ -172,8 +172,7 @@ def _validation_batches(to: Conversion) -> None:
     else:
         to.put(key, steps, key)
         to.note(key, f"global batches of {batch}; torchtitan reads {size} sequences on each data-parallel rank instead")
-    text = "validation has the batch size of training; see validation.steps"
-    to.note_if_set("validation.local_batch_size", text)
+    to.note_if_set("validation.local_batch_size", "validation has the batch size of training; see validation.steps")
     if seq_len != to.get("training.seq_len"):
         text = f"validation sequences have training.seq_len = {shown(to.get('training.seq_len'))} tokens, not {seq_len}"
         to.note("validation.seq_len" if "validation.seq_len" in to.values else key, text)

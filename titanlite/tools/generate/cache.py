@@ -62,8 +62,7 @@ class CachedAttention(nn.Module):
         keys, mask_B11S = step.keys[self.inner.window]
         k_BGSK, v_BGSK = self.k_BGSK[:, :, keys], self.v_BGSK[:, :, keys]
         attend = getattr(self.inner, "attend_cached", F.scaled_dot_product_attention)  # SinkAttention has attend_cached
-        out_BGMK = attend(q_BGMK, k_BGSK, v_BGSK, attn_mask=mask_B11S)
-        return out_BGMK.flatten(1, 2).unsqueeze(1)
+        return attend(q_BGMK, k_BGSK, v_BGSK, attn_mask=mask_B11S).flatten(1, 2).unsqueeze(1)
 
 
 def attach_cache(model: Llama, *, n_sequences: int, length: int, n_kv_heads: int) -> Step:

@@ -121,12 +121,11 @@ def read_prompts(file: Path) -> list[str]:
     if ".jsonl" not in file.suffixes:
         return lines
     prompts = []
-    for number_of_line, line in enumerate(lines, 1):
+    for line_number, line in enumerate(lines, 1):
         try:
             prompts.append(text_of(json.loads(line)["prompt"], "prompt"))
         except (ValueError, RecursionError, KeyError, TypeError):
-            problem = f'{file}: line {number_of_line}: expected a JSON object with a string "prompt"'
-            raise ConfigError([problem]) from None
+            raise ConfigError([f'{file}: line {line_number}: expected a JSON object with a string "prompt"']) from None
     return prompts
 
 

@@ -123,7 +123,7 @@ def _compare_updates(recorded: RecordedStep, exact: Tensors, rounded: Tensors, n
     ours, theirs = updates(recorded, own or exact, torch.float64), updates(recorded, own or rounded, dtype)
     errors = {name: relative(theirs[name], ours[name]) for name in ours}
     if own is None:
-        # Adam turns rounding into a step of lr for few elements of some matrix: allow the largest error of a matrix.
+        # Adam turns rounding of a few elements into steps of lr: allow the largest error among tensors of equal dim().
         dims = {name: tensor.dim() for name, tensor in ours.items()}
         errors = {name: max(errors[each] for each in ours if dims[each] == dims[name]) for name in ours}
     theirs = {name: theirs[name] for name in not_zero}
@@ -259,8 +259,7 @@ def findings(recorded: RecordedStep, groups: dict[str, list[Row]]) -> Iterator[s
             most = max(others, key=lambda row: row.distance)
             by = f"{most.name}, by {most.distance:.1e} where {most.allowed:.1e} is rounding"
             yield f"{_whom(others, rows, kind)} different, and not by a factor; the most: {by}"
-    equal = [kind for kind, rows in groups.items() if all(row.verdict == "equal" for row in rows)]
-    if equal:
+    if equal := [kind for kind, rows in groups.items() if all(row.verdict == "equal" for row in rows)]:
         own = ", computed from the program's own gradients" if recorded.gradients and "updates" in equal else ""
         yield f"equal: {', '.join(equal)}{own}"
 

@@ -5,7 +5,9 @@ options stay. The ranks are processes on this machine's CPUs or, with torchrun .
 [...], torchrun's ranks. Exit status: 0 equal within rounding; 1 different; 2 the config or launch is wrong.
 
 With --all, a standard set of layouts is compared: each axis alone and in pairs, activation checkpointing, compiled
-blocks, gradient accumulation, chunked cross-entropy. --own FILE.py:NAME compares own parts (docs/extend.md).
+blocks, gradient accumulation, chunked cross-entropy. With --tolerance, the config's precision is compared in place of
+float64: how far each tensor of a right layout may be from one process, and how far it is. --own FILE.py:NAME compares
+own parts (docs/extend.md).
 
 With --gates, the config trains a few steps several times, in full size and with its own data and optimizer. A line for
 each gate says whether it holds. Repeatability: two runs are equal, bit for bit. Baseline: the run in --baseline FOLDER
@@ -39,7 +41,7 @@ from titanlite.launch.launcher import count_devices, ranks_wanted
 from titanlite.tools.parity.shrink import smaller
 
 USAGE = """titanlite parity CONFIG.toml [--section.key=value ...] [--own FILE.py:NAME] [--all] [--steps=3]
-                        [--dtype=float64]
+                        [--dtype=float64 | --tolerance]
        titanlite parity CONFIG.toml [--section.key=value ...] --gates [--baseline FOLDER] [--steps=12]
        titanlite parity --against FOLDER"""
 TIMEOUT_SECONDS = 600
@@ -50,7 +52,8 @@ def main(argv: list[str]) -> int:
     """Run `titanlite parity` and return its exit status."""
     parser = Parser(USAGE, __doc__)
     parser.add_argument("--steps", type=count(), help="optimizer steps (default: 3; with --gates 12)")
-    parser.add_argument("--dtype", choices=["float64", "float32", "bfloat16", "float16"], default="float64")
+    parser.add_argument("--dtype", choices=["float64", "float32", "bfloat16", "float16"])
+    parser.add_argument("--tolerance", action="store_true", help="compare every tensor in the config's own precision")
     parser.add_argument("--all", action="store_true", help="compare a standard set of layouts, on this machine's CPUs")
     parser.add_argument("--gates", action="store_true", help="compare runs of the config with each other")
     parser.add_argument("--baseline", type=Path, metavar="FOLDER", help="with --gates: a run to compare, or record")
@@ -67,6 +70,12 @@ def main(argv: list[str]) -> int:
         return _run_gates(config_arguments, arguments, launched=launched)
     own, config_arguments = take_own(config_arguments)
     loaded = load(config_arguments, own)
+    if arguments.tolerance:
+        if arguments.all or arguments.dtype:
+            raise ConfigError(["command line: --tolerance takes the config's precision: leave out --all and --dtype"])
+        param = loaded.config.training.mixed_precision_param
+        arguments.dtype = param if param != "auto" else "bfloat16"  # the precision that "auto" is on a GPU
+    arguments.dtype = arguments.dtype or "float64"
     if arguments.all:
         return _compare_all(config_arguments, own, arguments)
     return _compare(loaded, arguments, launched=launched)
@@ -83,7 +92,7 @@ def _compare(loaded: LoadedConfig[Config], arguments: Any, *, launched: bool) ->
         check_memory(loaded.file, launch.world_size)
     from titanlite.launch.process_group import device_of, process_group
     from titanlite.metrics.summary import describe_mesh
-    from titanlite.tools.parity.compare import print_comparison, tolerances
+    from titanlite.tools.parity.compare import print_comparison, print_tolerances, tolerances
     from titanlite.tools.parity.process_pool import run_in_pool
     from titanlite.tools.parity.reference import run_reference
 
@@ -106,7 +115,8 @@ def _compare(loaded: LoadedConfig[Config], arguments: Any, *, launched: bool) ->
     print("running the single-process reference\n", flush=True)
     device = device_of(launch)
     reference = run_reference(config, device, steps=steps)
-    equal = print_comparison(reference, trace, tolerances(config, reference, device, steps=steps))
+    show = print_tolerances if arguments.tolerance else print_comparison
+    equal = show(reference, trace, tolerances(config, reference, device, steps=steps))
     print(f"{time.monotonic() - began:.0f} s")
     return 0 if equal else 1
 
@@ -115,8 +125,9 @@ def _run_gates(config_arguments: list[str], arguments: Any, *, launched: bool) -
     steps = arguments.steps or 12
     if not arguments.gates:
         raise ConfigError(["command line: --baseline is read only with --gates"])
-    if launched or arguments.all or arguments.dtype != "float64" or steps < 6:
-        raise ConfigError(["command line: --gates: expected no torchrun, --all or --dtype, and --steps from 6 on"])
+    if launched or arguments.all or arguments.dtype or arguments.tolerance or steps < 6:
+        problem = "expected no torchrun, --all, --dtype or --tolerance, and --steps from 6 on"
+        raise ConfigError([f"command line: --gates: {problem}"])
     own, rest = take_own(config_arguments)
     loaded, n_devices = load(rest, own), count_devices()
     ranks = ranks_wanted(loaded, os.environ, n_devices)

@@ -49,7 +49,7 @@ def tolerances(config: Config, reference: Trace, device: torch.device, *, steps:
 
 def allowed_for(rounding: Numbers) -> Numbers:
     """Return the tolerance of each entry. `rounding`: differences of the reference from the same run in float64."""
-    # Take the largest of all steps, or of all parameters: a single rounding error may be zero by accident.
+    # Take the largest error of all steps (of all parameters for final weights): a single error may be 0 by accident.
     for pattern in (r".* loss", r".* losses of datasets", r"step \d+ norm", r"final weight .*"):
         names = [name for name in rounding if re.fullmatch(pattern, name)]
         rounding |= dict.fromkeys(names, max((rounding[name] for name in names), default=0.0))
@@ -59,7 +59,7 @@ def allowed_for(rounding: Numbers) -> Numbers:
 def judge(reference: Trace, layout: Trace, tolerances: Numbers) -> tuple[Numbers, Numbers, list[str], str]:
     """Return the differences, the tolerances, the entries that differ by more than their tolerance, and the verdict."""
     actual = differences(reference, layout)
-    # Initial weights must agree bit for bit. An entry that the reference lacks has tolerance 0: any difference fails.
+    # Initial weights must agree bit for bit. An entry that the reference lacks has an infinite difference, so it fails.
     allowed = {name: 0.0 if name.startswith("initial weight") else tolerances.get(name, 0.0) for name in actual}
     wrong = [name for name, difference in actual.items() if difference > allowed[name]]
     if wrong:
@@ -90,5 +90,18 @@ def print_comparison(reference: Trace, layout: Trace, tolerances: dict[str, floa
         largest = max((actual[name] for name in gradients), default=0.0)  # a frozen weight has no gradient
         values = f"{actual[initial]:18.1e} {largest:18.1e} {actual[final]:11.1e}"
         print(f"{parameter:40} {values} {'':9}  {verdict(initial, *gradients, final)}")
+    print(f"\n{conclusion}")
+    return not wrong
+
+
+def print_tolerances(reference: Trace, layout: Trace, tolerances: Numbers) -> bool:
+    """Print every entry: its largest difference, measured and allowed, over its largest element. Print the verdict, and
+    return whether every difference is within its tolerance."""
+    actual, allowed, wrong, conclusion = judge(reference, layout, tolerances)
+    print(f"{'largest difference over the largest element':60} {'measured':>9} {'allowed':>9}")
+    for name, difference in actual.items():
+        size = reference[name].abs().max().item() if name in reference else 0.0
+        measured, most = (each / (size or 1.0) for each in (difference, allowed[name]))
+        print(f"{name:60} {measured:9.1e} {most:9.1e}  {'DIFFERS' if name in wrong else 'equal'}")
     print(f"\n{conclusion}")
     return not wrong

@@ -53,7 +53,7 @@ class ProcessPool:
         and RankDied if a process ended; in both cases the pool is closed, since other ranks may hang."""
         self.calls += 1
         for pipe in self._pipes:
-            with contextlib.suppress(ConnectionError):  # the process has died, which the answer says
+            with contextlib.suppress(ConnectionError):  # a dead process is reported below, where its answer is missing
                 pipe.send((call, arguments))
         results, errors, kind = [], [], RankError
         for rank, pipe in enumerate(self._pipes):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 LARGEST_ALLOWED = 0.25  # above this allowed relative distance, a tensor has no meaningful ratio
-COARSE = 0.5  # relative distance from the right tensor to half of it; zeros and doubled values are farther
+COARSE = 0.5  # relative distance from which tensors that agree count as coarse: half or twice the tensor is as far
 SMALL_FACTOR = 1.01  # a ratio nearer to 1 is described as a difference, unless a known quantity explains it
 
 
@@ -22,7 +22,7 @@ class Row(NamedTuple):
     theirs: Tensor
     ours: Tensor
     allowed: float  # the distance that rounding explains, as a fraction of the norm of `ours`
-    rounded: Tensor | None = None  # `ours` with the rounding of `theirs`; None: unknown, or `ours` is only rounding
+    rounded: Tensor | None = None  # `ours` in the precision of `theirs`; None: unknown, or `ours` is only rounding
 
     @property
     def distance(self) -> float:

@@ -228,7 +228,7 @@ def _read_weights(
         with open_safetensors(place, "write") as tensors:
             files = dict.fromkeys(tensors.keys(), place)
     is_hf = any(name.startswith(("lm_head.", *PREFIXES)) for name in files)
-    # In memory, transformers stacks w1 and w3 of all experts of a layer; in its files, each expert has tensors.
+    # In memory, transformers stacks w1 and w3 of all experts of a layer; in files, each expert has its own tensors.
     is_stacked = is_hf and not model.moe.expert_bias and any(name.endswith(STACKED) for name in files)
     sources, expected = {name: (name,) for name in shapes}, dict(shapes)
     if is_hf:

@@ -75,7 +75,7 @@ def with_balance_loss(model: Model, loss: BalanceLoss | None) -> Model:
     """Return a model's options with the weight of a balance loss; None: with the weight 0."""
     weight = 0.0
     if loss is not None:
-        # The mean share times the mean score, over all layers, is a sum over pairs of layers over n_layers squared.
+        # For all layers together, mean share * mean score is a sum over pairs of layers, divided by n_layers ** 2.
         n_layers = sum(map(model.has_experts, range(model.n_layers))) if loss.layers == "together" else 1
         weight = loss.weight * model.moe.n_experts_per_token / n_layers
     moe = model.moe.model_copy(update={"balance_loss_weight": weight, "z_loss_weight": 0.0})

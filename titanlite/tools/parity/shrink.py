@@ -42,7 +42,7 @@ def _smaller_sizes(config: Config) -> dict[str, Any]:
     least = max(parallelism.n_stages + 1, 2, len(model.layer_pattern))
     n_layers = model.n_layers if parallelism.module_fqns_per_model_part else min(model.n_layers, least)
     local_batch_size = min(training.local_batch_size, 2)
-    if pipeline > 1:  # smallest batch with which any schedule keeps all ranks busy
+    if pipeline > 1:  # smallest batch with which every schedule keeps all ranks busy
         local_batch_size = min(config.n_microbatches, max(2 * pipeline, parallelism.n_stages))
     accumulation_steps = min(config.gradient_accumulation_steps, 2)
     seq_len = min(training.seq_len, math.lcm(2 * context, context * tensor) * 4)

@@ -20,8 +20,7 @@ from titanlite.launch.arguments import Parser, new_file
 
 def main(argv: list[str]) -> int:
     """Run `titanlite plan`. Returns the exit status."""
-    usage = "titanlite plan CONFIG.toml [--section.key=value ...] [--own FILE.py:NAME] [options]"
-    parser = Parser(usage, __doc__)
+    parser = Parser("titanlite plan CONFIG.toml [--section.key=value ...] [--own FILE.py:NAME] [options]", __doc__)
     parser.add_argument("--html", type=new_file, metavar="FILE", help="also write the plan with figures as a page")
     parser.add_argument("--against", type=Path, metavar="METRICS", help="also compare the plan with a metrics.jsonl")
     parser.add_argument("--explore", type=new_file, metavar="FILE", help="also write a page of layouts around this one")

@@ -19,7 +19,7 @@ LEAST_SPREAD = 0.05  # least relative uncertainty of times on a calibrated devic
 FULL_WAVES = 14 / 15
 """The inverse of (1 + 1 / waves) in the measurement of attention's rate, with 8,192 tokens of 128 heads, 14 waves."""
 ROW_BYTES = 227 * 1024  # bytes of the longest row that fits into a multiprocessor's shared memory
-# How often torch's softmax reads longer rows: for maximum, sum and result; its backward reads the gradient twice.
+# Mean reads per input if rows exceed ROW_BYTES: 3 for maximum, sum, result; backward: gradient twice, output once.
 SOFTMAX_READS = {"aten._log_softmax": 3.0, "aten._log_softmax_backward_data": 1.5}
 
 
@@ -149,7 +149,7 @@ class CostModel:
 
     def _items_of(self, events: list[Event]) -> tuple[Cost, list[Item]]:
         """Return the amounts of a segment, and its items for Streams.run."""
-        if id(events) in self._items:  # copies of a folded layer share one list of events
+        if id(events) in self._items:  # copied layers (FoldedStage) share one list of events
             return self._items[id(events)][:2]
         own = _Items()
         in_ring = any(isinstance(x, Communication) and self._axis(x.group)[0] == "ring" for x in events)
@@ -185,7 +185,7 @@ class CostModel:
             own.in_flight -= arrived
         if self.offload is not None:
             own.copying += self._weights_to_device(work, own.copied, own.cost)
-            if own.copying and not self.is_sharded:  # one rank's FSDP copies weights on the stream that computes
+            if own.copying and not self.is_sharded:  # FSDP with one rank copies weights on the compute stream
                 own.add(Collective("copy to device", "host", own.copying))
                 own.copying = 0.0
         if work.name == "fsdp.split_with_sizes_copy":

@@ -27,16 +27,7 @@ from titanlite.parallel.pipeline import pipeline_stage
 from titanlite.tools.plan import expert_load
 from titanlite.tools.plan.fusion import fuse, overlap, save_less
 from titanlite.tools.plan.memory_timeline import Bytes
-from titanlite.tools.plan.op_trace import (
-    BUFFER,
-    HostWait,
-    OpTrace,
-    Segment,
-    Work,
-    fake_world,
-    fused_norm,
-    recording,
-)
+from titanlite.tools.plan.op_trace import BUFFER, HostWait, OpTrace, Segment, Work, fake_world, fused_norm, recording
 from titanlite.tools.plan.segments import KINDS, FoldedStage, Pass, Phases, fold_layers, name_kinds, phases_of
 from titanlite.train_step import Balance, SingleStageRunner, TrainStep
 
@@ -156,7 +147,7 @@ def _build_stage(config: Config, layout: mesh.Layout, names: list[str], *, compi
 
 def axes_of_groups(layout: mesh.Layout) -> dict[str, tuple[str, list[int]]]:
     """Return the axis and the global ranks of each process group of a layout, by the group's name."""
-    # An axis with all ranks shares the group of "all"; the returned dict then has the axis, the later entry.
+    # An axis with all ranks has the process group of "all". The later entry, the axis, then wins in the returned dict.
     groups = {"all": dist.group.WORLD, **{axis: layout.mesh[axis].get_group() for axis in mesh.AXES}}
     groups |= {"ring": layout.ring_group, "ulysses": layout.ulysses_group}
     present = [(axis, group) for axis, group in groups.items() if group is not None]
@@ -299,7 +290,7 @@ def _mark_layers(trace: OpTrace, stage: Llama) -> None:
     def attend_and_mark(attend: Callable[..., Any], layer: int, *args: Any) -> tuple[Tensor, Tensor]:
         """Run a block up to its experts, and mark where the experts begin."""
         begun, *number = trace.segments[-1].mark
-        # AC repeats a block's forward in the block's backward, or in the first backward of a group of blocks.
+        # AC recomputes a block in its backward or, with groups of blocks, when the group's backward begins.
         if again := begun.endswith(" B"):
             trace.mark("layer B", layer := number[0])
         output, normed = attend(*args)
@@ -321,8 +312,7 @@ def _mark_layers(trace: OpTrace, stage: Llama) -> None:
 def _batch(config: Config, n_sequences: int) -> Batch:
     """Return a rank's batch of zeros. Each document is as long as its sequence, since a plan reads no data."""
     n_tokens = config.training.seq_len // config.parallelism.context_parallel_degree
-    shape = (n_sequences, n_tokens)
-    tokens, targets, positions = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
+    tokens, targets, positions = (torch.zeros((n_sequences, n_tokens), dtype=torch.int64) for _ in range(3))
     return Batch(tokens, targets, positions[0] if not config.training.document_mask else positions, None)
 
 
@@ -344,7 +334,7 @@ def _run_microbatches(config: Config, trace: OpTrace, model: Llama, number: int,
     dtype = getattr(torch, config.training.mixed_precision_param)
     stage = pipeline_stage(model, number, parallelism, group=group, hidden_shape=shape, dtype=dtype, device=CPU)
     stage.has_backward = True  # torch's schedules set this attribute
-    if hasattr(model, "set_manual_backward_finalization"):  # torch 2.15's forward_one_chunk does so
+    if hasattr(model, "set_manual_backward_finalization"):  # forward_one_chunk of torch 2.15 sets this
         model.set_manual_backward_finalization(True)
     first, last = number == 0, number == parallelism.n_stages - 1
     fsdp.prepare_accumulation_step(model, parallelism, last=True)

@@ -51,7 +51,7 @@ class Efficiency(pydantic.BaseModel):
 
 
 _TABLES = read_toml(str(Path(__file__).with_name("efficiency.toml")))
-ANY = SimpleNamespace(**{key: Share(*row) for key, row in _TABLES.pop("any").items()})  # values for all architectures
+ANY = SimpleNamespace(**{key: Share(*row) for key, row in _TABLES.pop("any").items()})  # rates for all architectures
 _OF_DEVICES = _TABLES.pop("devices")
 EFFICIENCY = {name: Efficiency(**rows) for name, rows in _TABLES.items()}
 TILE = 128  # rows and columns of a tile of a matrix product's result

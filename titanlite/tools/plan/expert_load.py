@@ -1,8 +1,8 @@
 """The load of experts that a plan assumes; in a run the routers decide the load.
 
 The planned rank is the busiest of its expert-parallel group in every layer: it receives plan.expert_imbalance times the
-mean (1: a balanced load), rounded up. The other ranks of the group share the remaining rows evenly. A row is a token
-that is sent to one expert. Shapes: E experts of this rank, R ranks of an expert-parallel group."""
+mean (1: a balanced load), rounded up. The other ranks of the group share the remaining rows evenly. A token that is
+sent to k experts makes k rows. Shapes: E experts of this rank, R ranks of an expert-parallel group."""
 
 import contextlib
 import math
@@ -19,7 +19,7 @@ from titanlite.tools.plan.op_trace import replaced
 class ExpertLoad(NamedTuple):
     """The load of a layer's experts in a microbatch."""
 
-    sent: int  # rows (tokens, each for one expert) that a rank sends to all experts
+    sent: int  # rows, one for each (token, expert) pair, that a rank sends to all experts together
     received: int  # rows that the planned rank receives from each rank of its expert-parallel group, itself included
     n_ranks: int  # ranks of the expert-parallel group
     n_experts: int  # experts of a rank

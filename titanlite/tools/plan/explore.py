@@ -29,12 +29,12 @@ from titanlite.tools.plan.result import Plan
 
 DEGREES = {"tp": TENSOR, "pp": PIPELINE, "cp": CONTEXT, "dp_replicate": REPLICATE}
 AC_OPTION = "activation_checkpoint.selective_ac_option"
-AC = ["none", "selective", "selective attention", "full"]  # values of mode, with a selective_ac_option other than "op"
+AC = ["none", "selective", "selective attention", "full"]  # AC mode, then selective_ac_option unless it is "op"
 MODE, WORKERS = r"(none|full|selective( \w+)?)", 4
 AXIS = rf"({'|'.join(DEGREES)}|batch)=[1-9]\d*(,[1-9]\d*)*|ac={MODE}(,{MODE})*|device=.+"
 
 Entries = dict[str, dict[str, Any]]  # JSON data of each layout on the page, by the values of all axes joined with "|"
-Chain = dict[int, dict[str, LoadedConfig[Config]]]  # the configs of a chain, by batch, then by key of Entries
+Chain = dict[int, dict[str, LoadedConfig[Config]]]  # configs of the same layout and AC, by batch, by key of Entries
 
 
 def make_axes(config: Config, texts: list[str]) -> dict[str, list[Any]]:

@@ -106,8 +106,7 @@ def schedule_figure(plan: Plan) -> Figure:
                 axes.text((start + stop) / 2, rank, str(action.microbatch), **looks)
     axes.add_patch(_boxes([(0, end, rank) for rank in range(n_ranks)], **IDLE))
     for (kind, place, colour), spans in sorted(boxes.items()):
-        gid = f"boxes-{kind}-{place}"
-        axes.add_patch(_boxes(spans, facecolor=colour, edgecolor="white", linewidth=line, gid=gid))
+        axes.add_patch(_boxes(spans, facecolor=colour, edgecolor="white", linewidth=line, gid=f"boxes-{kind}-{place}"))
     update = [(end, plan.step_seconds, rank) for rank in range(n_ranks)]
     axes.add_patch(_boxes(update, facecolor=UPDATE_COLOUR, linewidth=0))
     axes.set(xlim=(0, plan.step_seconds), ylim=(n_ranks - 0.5, -0.5), yticks=range(n_ranks))

@@ -94,7 +94,7 @@ def overlap(segments: Sequence[Segment], groups: Mapping[str, int]) -> None:
         for index, event in enumerate(events):
             if isinstance(event, Communication) and (n := groups.get(event.group, 1)) > 1:
                 found = {id(work): work._replace(kernels=n) for work in _overlapping(event, works)}
-                # Each of the n chunks has a copy and two barriers: 3 * n kernels.
+                # Async TP splits the collective into n chunks, each with a copy and two barriers: 3 * n kernels.
                 events[index] = event._replace(products=tuple(found.values()), kernels=3 * n if found else 1)
                 split |= found
         events[:] = [split.get(id(event), event) for event in events]
@@ -185,7 +185,7 @@ def save_less(segments: Sequence[Segment], forward: Collection[int], backward: C
                 saved.freed.add(allocation)
         elif all(number in backward and is_fusible(work) for number, work in life.later):
             saved.compute_again(allocation)
-    for allocation in saved.freed:  # free an allocation directly after its last use in its first segment
+    for allocation in saved.freed:  # free an allocation after its last use in the segment that allocates it
         allocation.kind, life = "temporary", saved.lives[allocation]
         end = _take_end(segments, allocation, life)
         early = segments[life.born].events

@@ -7,7 +7,7 @@ from titanlite.config.stage_split import SPLIT_BACKWARD
 from titanlite.tools.plan.result import Plan, devices_per_node
 
 GIB, MICROBATCHES_PER_RANK, SMALL = 2**30, 4, 0.1  # SMALL: a hint names lost time above this share of a step
-STATES = ("parameters", "gradients", "optimizer")  # kinds of memory that do not depend on the batch, besides "gathered"
+STATES = ("parameters", "gradients", "optimizer")  # kinds of memory, except "gathered", that the batch does not change
 
 
 def hints(plan: Plan) -> list[str]:

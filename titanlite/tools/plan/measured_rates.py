@@ -18,8 +18,7 @@ def work_seconds(measured: Measured, work: Work) -> float:
     """Return the seconds of an operator. Raises ConfigError if no product in its data type was measured."""
     if not work.flops:
         name = work.name.partition(".")[2].removesuffix("_")
-        points = measured.operators.get(name) or measured.operators["mul"]
-        return seconds_at(points, work.read + work.written)
+        return seconds_at(measured.operators.get(name) or measured.operators["mul"], work.read + work.written)
     if "attention" not in work.name:
         if work.dtype not in measured.matmul:
             raise ConfigError([f"plan.device: no matrix multiplication in {work.dtype} was measured there"])

@@ -57,7 +57,7 @@ class MemoryTimeline:
 
     def _change(self, segment: Segment, without: str) -> tuple[Bytes, Bytes]:
         """Return the bytes by kind that a segment has added at its end, and those that it has added at its peak."""
-        if id(segment.events) not in self._changes:  # copies of a folded layer share one list of events
+        if id(segment.events) not in self._changes:  # copied layers (FoldedStage) share one list of events
             now, total, most = dict.fromkeys(KINDS, 0), 0, 0
             at_peak = dict(now)
             for event in segment.events:

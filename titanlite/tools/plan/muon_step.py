@@ -37,7 +37,7 @@ def recorder(
         optimizer.adamw.step()
         for weight in optimizer.matrices:
             size, exchanged = local_shard(weight).nbytes, local_shard(weight).numel() * optimizer.dtype.itemsize
-            # Bytes of four operators: momentum, look-ahead by one gradient, weight decay, subtraction of the result.
+            # Bytes read and written: momentum, Nesterov look-ahead, weight decay, subtraction of the update.
             trace.record(Work("titanlite.techniques.muon", 0, "", 6 * size + exchanged, 3 * size + exchanged, (), ()))
         for number, (shape, times) in enumerate(longest.items()):
             trace.mark("muon", number, times)

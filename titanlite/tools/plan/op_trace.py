@@ -203,7 +203,7 @@ class OpTrace(TorchDispatchMode):
         if name in COLLECTIVES:
             self._record_collective(name, args, inputs, outputs)
             return
-        if name == COPY_IN:  # the first output, the shard's slice of the second, is what it writes
+        if name == COPY_IN:  # COPY_IN writes only its first output, this shard's slice of the second output
             inputs, outputs = list(args[0]), outputs[:1]
         before = {x.untyped_storage()._cdata for x in inputs}
         written_to = self._allocations(name, outputs)
@@ -306,7 +306,7 @@ def _flops(
     name: str, inputs: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[int, str, tuple[int, ...]]:
     """Return `flops`, `dtype` and `sizes` of Work for an operator; a causal mask halves attention's FLOPs."""
-    if name in ("mm", "addmm", "addmm_", "bmm", "_scaled_mm", "_grouped_mm"):  # a grouped product has each row once
+    if name in ("mm", "addmm", "addmm_", "bmm", "_scaled_mm", "_grouped_mm"):  # _grouped_mm multiplies each row once
         left, right = (inputs[1], inputs[2]) if name.startswith("addmm") else (inputs[0], inputs[1])
         sizes = left.shape[0] if name == "bmm" else 1, left.shape[-2], right.shape[-1], left.shape[-1]
         return 2 * math.prod(sizes), "fp8" if name == "_scaled_mm" else _rate_dtype(left), sizes
@@ -318,13 +318,13 @@ def _flops(
         causal = next((arg for arg in reversed(args) if isinstance(arg, bool)), False)  # the last bool is is_causal
         flops = products * 2 * q.shape[0] * q.shape[1] * math.prod(sizes) // (2 if causal else 1)
         return flops, _rate_dtype(q), sizes
-    if name == "record_largest_logits":  # half (causal) of own queries x keys of all context ranks
+    if name == "record_largest_logits":  # causal mask: half the pairs of this rank's queries and all ranks' keys
         q, length = inputs[1], inputs[2].shape[1] * tiled_attention._size(args[5]) * tiled_attention._size(args[6])
         sizes = q.shape[0] * q.shape[2], q.shape[1], length, q.shape[3]
         return math.prod(sizes), _rate_dtype(q), sizes
     if name in ("_flash_attention_forward", "_flash_attention_backward"):  # packed sequences, q [N, H, K]
         backward = "backward" in name
-        q, length = (inputs[1], args[8]) if backward else (inputs[0], args[5])  # max_q: length of each sequence
+        q, length = (inputs[1], args[8]) if backward else (inputs[0], args[5])  # max_q, the length of every sequence
         window = min(kwargs.get("window_size_left", length) + 1, length)
         pairs = window * (2 * length - window)  # twice the query-key pairs of a sequence
         flops = (5 if backward else 2) * q.numel() * pairs // length

@@ -34,7 +34,7 @@ from titanlite.tools.plan.schedule import all_actions
 from titanlite.tools.plan.segments import layers_of
 from titanlite.tools.plan.step import StageCost, StepTime, memory_points, step_time
 
-# Bytes of CUDA context, kernels and cuBLAS workspaces, as nvidia-smi shows before any tensor, and of NCCL per group.
+# Bytes of CUDA's context, kernels and cuBLAS workspaces (nvidia-smi without tensors); bytes of each NCCL process group.
 CONTEXT_BYTES, GROUP_BYTES = int(0.6 * 2**30), int(0.25 * 2**30)
 FRAGMENTATION = 0.03  # share of peak memory that CUDA's caching allocator loses, with expandable segments
 
@@ -239,6 +239,5 @@ def _rank_plan(config: Config, rank: int, points: list[Point], overhead: dict[st
         kinds = ("parameters", "gradients", "optimizer") if config.training.enable_cpu_offload else ("optimizer",)
         offloaded = {kind: max(point.bytes[kind] for point in points) for kind in kinds}
         points = [Point(point.label, {**point.bytes, **dict.fromkeys(kinds, 0)}) for point in points]
-    peak = max(point.total for point in points)
-    fragmentation = {"fragmentation": round(FRAGMENTATION * peak)} if overhead else {}
+    fragmentation = {"fragmentation": round(FRAGMENTATION * max(point.total for point in points))} if overhead else {}
     return RankPlan(rank, points, offloaded, {**overhead, **fragmentation})

@@ -140,7 +140,6 @@ def communication_table(plan: Plan) -> Table:
 
 
 def time_table(plan: Plan) -> Table:
-    """Return a table of time_shares."""
     table = empty_table("time of a step", "", right=("seconds", "of the step"))
     for name, seconds in time_shares(plan).items():
         table.add_row(name, f"{seconds:.3f}", f"{seconds / plan.step_seconds:.1%}")

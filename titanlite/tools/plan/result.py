@@ -57,7 +57,7 @@ class Plan:
     spans: list[list[Span]]  # each pipeline rank's actions in an accumulation step; empty without a pipeline
     cost: Cost  # cost of the busiest rank's step; `elapsed` does not include waiting for other ranks
     step_seconds: float  # expected seconds of the full step
-    spread: Spread  # changes of step_seconds if a group of rates is at an end of its range
+    spread: Spread  # seconds by which step_seconds changes if a group of rates (GROUPS) is at an end of its range
     update_seconds: float  # seconds from the last backward to the end of the step: gradient norm, clipping, optimizer
     flops_per_token: int  # FLOPs to train on one token, as MFU counts them
     n_parameters: int

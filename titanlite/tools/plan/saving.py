@@ -19,7 +19,7 @@ class Saving(NamedTuple):
     size: int  # bytes of the weights, the optimizer states and, with ema, the averaged weights
     copy_seconds: float  # seconds until each rank's shards are in host memory
     write_seconds: tuple[float, ...]  # seconds until each node has written its shards: expected, least and most
-    pinned: float  # bytes of a node's memory that the first asynchronous save pins: per tensor a block of 2^n bytes
+    pinned: float  # bytes of node memory that the first async save pins; a tensor's bytes round up to a power of two
 
 
 def saving(config: Config, device: Device, world_size: int, devices_per_node: int) -> Saving:
@@ -44,5 +44,5 @@ def saving(config: Config, device: Device, world_size: int, devices_per_node: in
     rates = ANY.storage.expected, ANY.storage.high, ANY.storage.low
     write = tuple(size / nodes / (device.storage_bandwidth or rate) for rate in rates)
     shards = world_size / parallelism.pipeline_parallel_degree / parallelism.data_parallel_replicate_degree
-    blocks = sum(2 ** math.ceil(math.log2(n / shards)) for n in sizes) * shards / n_parameters  # pinned bytes per byte
+    blocks = sum(2 ** math.ceil(math.log2(n / shards)) for n in sizes) * shards / n_parameters  # pinned per saved byte
     return Saving(size, 0.0 if on_host else size / world_size / link, write, 0.0 if on_host else size / nodes * blocks)

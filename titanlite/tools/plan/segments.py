@@ -27,7 +27,7 @@ class Pass(str, enum.Enum):
     WEIGHT_GRADIENT = "W"  # the second half of a split backward (wgrad)
 
 
-Phases = dict[tuple[Any, ...], list[Segment]]  # segments of each phase over all layers, by the phase's first mark
+Phases = dict[tuple[Any, ...], list[Segment]]  # a phase's segments, with its layers', by the phase's first Segment.mark
 
 
 def layers_of(names: Sequence[str]) -> list[str]:
@@ -37,9 +37,9 @@ def layers_of(names: Sequence[str]) -> list[str]:
 class FoldedStage(NamedTuple):
     """A stage from which repeated layers were removed."""
 
-    names: list[str]  # names of the remaining modules
+    names: list[str]  # names of the modules that were not removed
     repeated: list[int]  # numbers of the remaining layers whose copies stand for the removed layers
-    copies: int  # number of copies of the repeated layers
+    copies: int  # number of copies of each repeated layer
     numbers: list[int]  # numbers of all layers of the full stage
 
 
@@ -106,7 +106,7 @@ def phases_of(segments: Sequence[Segment], folded: FoldedStage) -> Phases:
         if not name.startswith("layer"):
             current, kind = phases.setdefault(segment.mark, []), name
             microbatch = segment.mark[1] if len(segment.mark) > 1 else 0
-        # Without a pipeline, the first mark of a layer's backward begins the backward of the microbatch.
+        # Without a pipeline, a microbatch's backward has no mark: it begins with the first backward of a layer.
         elif name in BACKWARD_MARKS and kind == Pass.FORWARD:
             current, kind = phases.setdefault((Pass.BACKWARD, microbatch), []), Pass.BACKWARD
         current.append(segment)

@@ -143,7 +143,7 @@ def _time_with_pipeline(
             n_messages += n_steps * sends
         reduce, update = Cost(), Cost()
         for number, stage in enumerate(own.values()):
-            reduce.add(stage.of_phase(("reduce",)), stage.dry_run.scale)  # `scale` includes the folded layers
+            reduce.add(stage.of_phase(("reduce",)), stage.dry_run.scale)  # `scale` adds the removed layers' weights
             update.add(stage.of_update(communicates=number == 0))
         cost.add(reduce, n_steps)
         cost.add(update)
@@ -207,26 +207,24 @@ class _PipelineRank:
         schedule = self.config.parallelism.pipeline_parallel_schedule
         if schedule == "1F1B":
             return 0
-        output = action.kind in WITH_WEIGHT_GRADIENT and action.stage < self.last_stage
-        output = output and action.stage + 1 not in self.stages
-        gradient = action.kind in WITH_INPUT_GRADIENT and action.stage > 0
-        gradient = gradient and action.stage - 1 not in self.stages
+        others = {*range(self.last_stage + 1)} - self.stages.keys()
+        output = action.kind in WITH_WEIGHT_GRADIENT and action.stage + 1 in others
+        gradient = action.kind in WITH_INPUT_GRADIENT and action.stage - 1 in others
         return (output and schedule != "GPipe") + gradient
 
     def _replay(self, action: Action, *, first_backward: bool) -> None:
         """Append an action's memory to the timeline. A stage's first backward allocates its weights' gradients."""
         timeline, phases, kind = self.timeline, self.stages[action.stage].phases, action.kind
         label = f"{kind.name.lower().replace('_', ' ')} of stage {action.stage}"
-        if action.stage == 0:  # the first stage runs its full backward at the weight gradient
+        if action.stage == 0:  # the first stage runs its whole backward in place of the weight gradient
             if kind == Pass.INPUT_GRADIENT:
                 return
             kind = Pass.BACKWARD if kind == Pass.WEIGHT_GRADIENT else kind
         if kind == Pass.INPUT_GRADIENT:
             timeline.replay(phases[Pass.INPUT_GRADIENT, SPLIT], label, without="message")
         elif kind == Pass.WEIGHT_GRADIENT:
-            # A weight gradient's phase lacks folded layers, so take the bytes after it from the phases before it.
-            before = Pass.FORWARD, Pass.INPUT_GRADIENT
-            nets = [timeline.net(phases[key, SPLIT], without="message") for key in before]
+            # This phase lacks removed layers (FoldedStage), so subtract the bytes that the two phases before it added.
+            nets = [timeline.net(phases[key, SPLIT], without="message") for key in (Pass.FORWARD, Pass.INPUT_GRADIENT)]
             after = {name: timeline.current_bytes[name] - sum(net[name] for net in nets) for name in KINDS}
             if first_backward:
                 after["gradients"] += timeline.net(phases[Pass.BACKWARD, 0], without="message")["gradients"]

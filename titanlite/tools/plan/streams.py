@@ -30,7 +30,7 @@ class Run(NamedTuple):
     device: float  # seconds that the operators take on the device
     host: float  # seconds that the host takes to issue the operators
     both: float  # seconds from the issue of the first operator to the end of the last one, on an idle device
-    attends: bool = False  # whether the operators are attention during messages of a ring
+    attends: bool = False  # whether the operators compute attention while ring attention sends messages
 
 
 class Collective(NamedTuple):
