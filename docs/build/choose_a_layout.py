@@ -22,7 +22,7 @@ from docs.build import page_tables
 from titanlite.config import load
 from titanlite.config.loader import ConfigError, LoadedConfig
 from titanlite.metrics.devices import DEVICES
-from titanlite.tools.advise.memory_bound import estimate_bytes
+from titanlite.tools.advise.estimates import estimate_bytes
 from titanlite.tools.advise.search import PlannedLayout, plan_candidate, search
 from titanlite.tools.advise.search_space import GIB, Candidate, Mesh, Task, candidates
 from titanlite.tools.plan.planner import resolve

@@ -7,11 +7,12 @@ from unittest import mock
 
 import pytest
 
+from docs.build.choose_a_layout import ROWS, read_log, task_of
 from titanlite.config import load
 from titanlite.config.loader import ConfigError
 from titanlite.launch.cli import run_command
 from titanlite.metrics.devices import find_device
-from titanlite.tools.advise import explanation, memory_bound, search, search_space
+from titanlite.tools.advise import estimates, explanation, search, search_space
 from titanlite.tools.advise.command import make_task, parse_options
 from titanlite.tools.advise.search import PlannedLayout, Search
 from titanlite.tools.advise.search_space import GIB, Candidate, Mesh, Task
@@ -172,7 +173,7 @@ FACTOR = 1.25
     ids=lambda value: value.flavor if isinstance(value, Task) else f"{value.mesh}, {value.checkpointing}",
 )
 def test_the_estimate_is_near_the_plan(job, layout):
-    estimate = memory_bound.estimate_bytes(job, layout)
+    estimate = estimates.estimate_bytes(job, layout)
     planned = search.plan_candidate(search_space.load_candidate(job, layout), layout, job.n_devices)
     assert not planned.problem
     assert estimate / planned.bytes == pytest.approx(1, abs=FACTOR - 1)
@@ -180,7 +181,7 @@ def test_the_estimate_is_near_the_plan(job, layout):
 
 def test_the_estimate_knows_what_each_choice_costs():
     def of(job=task(), **choices):  # noqa: B008
-        return memory_bound.estimate_bytes(job, candidate(**choices))
+        return estimates.estimate_bytes(job, candidate(**choices))
 
     assert of(mode="full") < of() < of(compiled=False)
     assert of(local=2, micro=2) > of()
@@ -198,7 +199,7 @@ def fake_plan(sizes=1.0, times=lambda layout: 1.0):
         job, mesh = TASKS[n_devices], layout.mesh
         seconds = 10 * times(layout) * (4 / 3 if layout.checkpointing == "full" else 1) * (1 + 0.1 * (mesh.tp > 1))
         seconds *= 1 + 0.05 * (mesh.pp - 1) / layout.stages
-        estimate = memory_bound.estimate_bytes(job, layout)
+        estimate = estimates.estimate_bytes(job, layout)
         speed = job.sequences * job.seq_len / seconds / n_devices
         shares = {"matrix multiplication": seconds * 0.9, "exposed communication": seconds * 0.1}
         links = sum(degree > 1 for degree in (mesh.pp, mesh.dp, mesh.cp, mesh.tp))
@@ -236,23 +237,68 @@ def test_no_layout_is_planned_twice_and_each_of_the_first_rounds_tries_new_degre
     assert len(set(degrees(first))) == len(first)
 
 
-def test_the_order_begins_with_the_baseline_and_fsdp_then_no_checkpointing_and_little_splitting():
-    chosen = [layout for layout, _ in Search(TASKS[64]).next_round(last=False)]
-    assert [layout.mesh for layout in chosen[:2]] == [Mesh(4, 1, 2, 1, 1, 8), Mesh(1, 1, 64, 1, 1, 1)]
-    assert [layout.checkpointing for layout in chosen] == ["none", "full", "none", "none"]
-    assert {layout.mesh.cp * layout.mesh.tp for layout in chosen[2:]} == {4}, "the least that needs no checkpointing"
-    assert all(layout.mesh.pp == 1 for layout in chosen[2:])
-
-
-def test_what_splits_more_than_a_layout_that_fits_comes_last():
+def test_the_order_begins_with_the_baseline_and_fsdp_and_then_has_the_shortest_steps():
     result = Search(TASKS[64])
-    fits = fake_plan()(None, candidate((1, 1, 16, 2, 1, 2)), 64)
-    result.planned = [fits]
-    more, other = candidate((1, 1, 8, 4, 1, 2)), candidate((2, 1, 4, 1, 1, 8))
-    assert result._priority(other, [fits]) < result._priority(more, [fits])
-    assert result._priority(more, []) < result._priority(other, [])
-    less = fits._replace(candidate=fits.candidate._replace(checkpointing="full"))
-    assert result._priority(more, [less]) < result._priority(other, [less]), "it needs less checkpointing"
+    order = result.order()
+    first = {result.baseline, Mesh(1, 1, 64, 1, 1, 1)}
+    assert first == {Mesh(4, 1, 2, 1, 1, 8), Mesh(1, 1, 64, 1, 1, 1)}
+    n_first = sum(layout.mesh in first for layout in order)
+    assert {layout.mesh for layout in order[:n_first]} == first
+    times = [estimates.estimate_seconds(TASKS[64], layout) for layout in order[n_first:]]
+    assert times == sorted(times)
+
+
+def test_plans_correct_the_estimates_of_time_too():
+    result = Search(TASKS[64])
+    fits = candidate((1, 1, 32, 1, 1, 2), mode="selective")
+    seconds = estimates.estimate_seconds(TASKS[64], fits)
+    seconds_of = result.corrected(estimates.estimate_seconds, "seconds")
+    assert seconds_of(fits) == seconds
+    result.planned = [PlannedLayout(fits, GIB, 2 * seconds, 1.0)]
+    seconds_of = result.corrected(estimates.estimate_seconds, "seconds")
+    assert seconds_of(fits) == pytest.approx(2 * seconds)
+    assert seconds_of(fits._replace(checkpointing="none")) == pytest.approx(
+        2 * estimates.estimate_seconds(TASKS[64], fits._replace(checkpointing="none"))
+    )
+
+
+def test_the_estimate_of_time_is_near_the_plans_of_the_log():
+    """Their errors are 7 % as a root mean square. Plans of 1M tokens are left out: attention reaches a lower rate."""
+    errors = []
+    for plan in read_log().values():
+        row, layout = ROWS[plan["row"]], Candidate(Mesh(*plan["candidate"][0]), *plan["candidate"][1:])
+        if not row.untied and row.n_devices > 1 and row.seq_len < 2**20:
+            errors.append(math.log(estimates.estimate_seconds(task_of(row), layout) / plan["seconds"]))
+    assert len(errors) == 116
+    assert max(map(abs, errors)) < math.log(1.4)
+    assert math.sqrt(sum(error**2 for error in errors) / len(errors)) < 0.08
+
+
+SHIPPED = "llama3_8b", "llama2_7b", "llama2_13b", "llama_30b", "70b", "405b_512", "llama3_8b_1m", "qwen3_30b_a3b"
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_first_rounds_have_what_is_as_fast_as_a_shipped_config(name):
+    """By the estimate, which takes the place of plans here."""
+    config = load([name]).config
+    parallel, training, pipelined = config.parallelism, config.training, config.parallelism.pipeline_parallel_degree > 1
+    context = parallel.context_parallel_degree, parallel.context_parallel_ulysses_degree
+    degrees = parallel.pipeline_parallel_degree, 1, parallel.data_parallel_shard_degree, *context
+    mesh = Mesh(*degrees, parallel.tensor_parallel_degree, parallel.expert_parallel_degree)
+    n_devices = mesh.pp * mesh.dp * mesh.cp * mesh.tp
+    float8, sizes = config.float8.enable, (training.seq_len, training.global_batch_size, n_devices)
+    job = task(config.model.flavor, *sizes, float8=float8)
+    stages = parallel.pipeline_parallel_stages_per_rank if pipelined else 1
+    microbatch = parallel.pipeline_parallel_microbatch_size if pipelined else training.local_batch_size
+    batch = parallel.pipeline_parallel_schedule, stages, training.local_batch_size, microbatch
+    shipped = Candidate(mesh, *batch, config.activation_checkpoint.mode, config.compile.enable, float8)
+    result, seconds = Search(job), []
+    for _ in range(search.ROUNDS - 1):
+        for layout, _ in result.next_round(last=False):
+            seconds.append(estimates.estimate_seconds(job, layout))
+            size = round(estimates.estimate_bytes(job, layout))
+            result.planned.append(PlannedLayout(layout, size, seconds[-1], 1 / seconds[-1]))
+    assert min(seconds) <= 1.03 * estimates.estimate_seconds(job, shipped)
 
 
 def test_the_last_round_changes_one_choice_of_the_fastest_layouts():
@@ -265,7 +311,7 @@ def test_the_last_round_changes_one_choice_of_the_fastest_layouts():
     # ZBVZeroBubble, not compiled, is estimated not to fit.
     zero_bubble = candidate((2, 1, 16, 1, 1, 2), "ZBVZeroBubble", 2, 32, compiled=False)
     assert zero_bubble in search_space.candidates(TASKS[64])
-    assert memory_bound.estimate_bytes(TASKS[64], zero_bubble) > H100.memory
+    assert estimates.estimate_bytes(TASKS[64], zero_bubble) > H100.memory
     for layout in chosen:
         assert (layout.mesh.pp, layout.mesh.cp, layout.mesh.tp) == (fast.mesh.pp, fast.mesh.cp, fast.mesh.tp)
         changes = layout.mesh != fast.mesh, layout.schedule != fast.schedule or layout.stages != fast.stages
@@ -340,36 +386,21 @@ def test_the_explanation_says_where_tokens_are_sent():
     assert not any(line.startswith(("EP", "No EP")) for line in explanation.explain(dense))
 
 
-def test_expert_parallelism_within_a_node_is_planned_before_that_across_nodes():
-    result = Search(task("qwen3_30b_a3b", n_devices=32, sequences=64))
+def test_expert_parallelism_within_a_node_is_faster_than_without_and_that_than_across_nodes():
+    job = task("qwen3_30b_a3b", n_devices=32, sequences=64)
     meshes = [Mesh(1, 1, 16, 2, 1, 1, ep) for ep in (8, 1, 16, 32)]
-    order = [result._priority(candidate(mesh, compiled=False), []) for mesh in meshes]
-    assert order == sorted(order)
-    chosen = [layout.mesh for layout, _ in result.next_round(last=False)]
-    first = [
-        Mesh(1, 1, 32, 1, 1, 1),
-        Mesh(2, 1, 16, 1, 1, 1, 8),
-        Mesh(1, 1, 32, 1, 1, 1, 8),
-        Mesh(1, 1, 16, 2, 1, 1, 8),
-    ]
-    assert chosen == first, "the heuristic baseline and FSDP alone, and then what splits least"
+    times = [estimates.estimate_seconds(job, candidate(mesh, compiled=False)) for mesh in meshes]
+    assert times == sorted(times)
+    chosen = [layout.mesh for layout, _ in Search(job).next_round(last=False)]
+    assert set(chosen[:2]) == {Mesh(1, 1, 32, 1, 1, 1), Mesh(2, 1, 16, 1, 1, 1, 8)}, "the baseline and FSDP alone"
 
 
 def test_larger_batches_of_models_with_experts_come_before_less_checkpointing():
     """FSDP gathers all weights for each of them, of which a token uses few."""
     layouts = [candidate(local=4, micro=4, mode="full"), candidate(local=1, mode="none")]
     for flavor, expected in (("qwen3_30b_a3b", layouts), ("llama3_8b", layouts[::-1])):
-        result = Search(task(flavor))
-        assert sorted(layouts, key=lambda layout: result._priority(layout, [])) == expected
-
-
-def test_fsdp_without_expert_parallelism_is_planned_besides_that_with_it():
-    result = Search(task("qwen3_30b_a3b"))
-    mesh = Mesh(1, 1, 4, 2, 1, 1, 8)
-    fits = PlannedLayout(candidate(mesh, mode="full", compiled=False), GIB, 10.0, 103.0)
-    without, more = (candidate(other, mode="full") for other in (mesh._replace(ep=1), (1, 1, 1, 4, 1, 2, 8)))
-    assert result._priority(without, [fits]) < result._priority(more, [fits])
-    assert result._priority(more, [])[1:] < result._priority(more, [fits])[1:], "it splits more than what fits"
+        job = task(flavor)
+        assert sorted(layouts, key=lambda layout: estimates.estimate_seconds(job, layout)) == expected
 
 
 def test_of_equally_fast_layouts_the_baseline_is_recommended_or_the_one_with_the_least_communication():
@@ -501,9 +532,9 @@ def test_the_command_prints_the_layouts_and_the_reasons(capsys, tmp_path):
     file = tmp_path / "best.toml"
     with mock.patch.object(search, "search", return_value=run_search(8, fake_plan())):
         options = ("--gpus", "8", "--model", "llama3_8b", "--seq-len", "8192", "--global-batch", str(64 * 8192))
-        assert run(*options, "--top", "3", "--write", str(file)) == (0, "")
+        assert run(*options, "--top", "12", "--write", str(file)) == (0, "")
     printed = capsys.readouterr().out
-    assert "1 *" in printed
+    assert " * " in printed
     assert sum(line.startswith("│") for line in printed.splitlines()) >= 3
     assert "- This is the heuristic baseline: dp_shard 8." in printed
     assert "data_parallel_shard_degree" not in printed
@@ -524,5 +555,5 @@ def test_an_interrupted_search_prints_what_it_has_planned(fits, capsys, monkeypa
         return
     assert run(*options) == (1, "")
     printed = capsys.readouterr().out
-    assert "1 *" in printed
+    assert " * " in printed
     assert printed.splitlines()[-1] == "interrupted: 5 of up to 12 layouts were planned"

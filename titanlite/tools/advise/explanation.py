@@ -6,6 +6,7 @@ import textwrap
 import tomli_w
 from rich.table import Table
 
+from titanlite.tools.advise.estimates import estimate_bytes
 from titanlite.tools.advise.search import PlannedLayout, Search
 from titanlite.tools.advise.search_space import CHECKPOINTING, GIB, LONG_SEQUENCE, STATE_BYTES, Candidate, Mesh, Task
 from titanlite.tools.plan.report import GROUP_NAMES
@@ -130,7 +131,7 @@ def _explain_checkpointing(search: Search, layout: PlannedLayout) -> str:
         return f"No activation checkpointing, {spare}{compiled}."
     less = candidate._replace(checkpointing=CHECKPOINTING[CHECKPOINTING.index(candidate.checkpointing) - 1])
     planned = [one.bytes for one in search.planned if one.candidate == less and not one.problem]
-    size = planned[0] if planned else search.corrected_bytes()(less)
+    size = planned[0] if planned else search.corrected(estimate_bytes, "bytes")(less)
     needs = f"needs {size / GIB:.1f} of {memory / GIB:.1f} GiB ({'planned' if planned else 'estimated'})"
     needs = "fits, but is no faster" if search.fits(size) else needs
     return f"{candidate.checkpointing.capitalize()} AC, {spare}: {less.checkpointing} {needs}."

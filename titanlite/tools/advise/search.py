@@ -2,8 +2,8 @@
 
 A closed-form estimate of memory drops layouts that do not fit, and the config's rules drop layouts that train.py would
 reject. The remaining layouts are planned (titanlite/tools/plan) a few at a time: the heuristic baseline, FSDP alone,
-then the layouts that recompute least and split the model least. The last round plans variations of the fastest layouts.
-Every plan corrects the memory estimates of similar layouts. Only a layout that was planned is recommended."""
+then the layouts with the shortest steps by a closed-form estimate. The last round plans variations of the fastest
+layouts. Every plan corrects the estimates of similar layouts. Only a layout that was planned is recommended."""
 
 import dataclasses
 import math
@@ -13,17 +13,8 @@ from typing import NamedTuple
 
 from titanlite.config.loader import ConfigError, LoadedConfig
 from titanlite.launch.progress_bar import progress_bar
-from titanlite.tools.advise.memory_bound import estimate_bytes
-from titanlite.tools.advise.search_space import (
-    CHECKPOINTING,
-    SCHEDULES,
-    Candidate,
-    Mesh,
-    Task,
-    candidates,
-    heuristic_baseline,
-    load_candidate,
-)
+from titanlite.tools.advise.estimates import REPEATED, estimate_bytes, estimate_seconds
+from titanlite.tools.advise.search_space import Candidate, Mesh, Task, candidates, heuristic_baseline, load_candidate
 from titanlite.tools.plan.planner import make_plan, process_pool
 from titanlite.tools.plan.report import time_shares
 from titanlite.tools.plan.result import Spread
@@ -104,29 +95,25 @@ class Search:
                 return f"by the estimate, {n:,} devices would do; {options}"
         return f"by the estimate, {n:,} devices would not do either; {options}"
 
-    def corrected_bytes(self) -> Callable[[Candidate], float]:
-        """Return a function that estimates a candidate's bytes, corrected by the plans of similar candidates."""
+    def corrected(self, estimate: Callable[[Task, Candidate], float], figure: str) -> Callable[[Candidate], float]:
+        """Return an estimate of the `figure` of PlannedLayout that is corrected by the plans of similar candidates."""
         ratios: dict[tuple, list[float]] = {}
         for layout in self.planned:
             if not layout.problem:
-                ratio = layout.bytes / estimate_bytes(self.task, layout.candidate)
+                ratio = getattr(layout, figure) / estimate(self.task, layout.candidate)
                 for key in _similarities(layout.candidate):
                     ratios.setdefault(key, []).append(ratio)
 
         def corrected(candidate: Candidate) -> float:
             known = next((ratios[key] for key in _similarities(candidate) if key in ratios), [1.0])
-            return estimate_bytes(self.task, candidate) * sum(known) / len(known)
+            return estimate(self.task, candidate) * sum(known) / len(known)
 
         return corrected
 
     def next_round(self, *, last: bool) -> list[tuple[Candidate, LoadedConfig]]:
         """Return the candidates to plan in the next round, with their configs. The last round varies mesh, schedule,
         checkpointing or precision of the fastest layouts; earlier rounds try new degrees."""
-        corrected, fitting = self.corrected_bytes(), self.fitting()
-        order = sorted(
-            (candidate for candidate in self._open if self.fits(corrected(candidate))),
-            key=lambda candidate: self._priority(candidate, fitting),
-        )
+        fitting, order = self.fitting(), self.order()
         key_of, known = (_choices, self.planned) if last else (_split, fitting)
         done = {key_of(layout.candidate) for layout in known}
         chosen: list[tuple[Candidate, LoadedConfig]] = []
@@ -140,34 +127,19 @@ class Search:
                     self.rejected.setdefault(candidate.mesh, error.problems[0])
         return chosen
 
-    def _priority(self, candidate: Candidate, fitting: list[PlannedLayout]) -> tuple:
-        """Return a candidate's sort key. The heuristic baseline and FSDP alone come first. A candidate comes last if
-        some layout that fits splits the model no more and recomputes no more. Other candidates are sorted by how much
-        they recompute; then by how much they split the model, with splits of the sequence before splits of tensors, and
-        those before splits of layers; then by batch, largest first.
-
-        For models with experts, splitting and batch size count before recomputing: FSDP gathers all experts per batch,
-        though a token uses few. Expert parallel in a node comes first, then none, then over several nodes."""
-        mesh, costs = candidate.mesh, _costs(candidate)
-        first = mesh in (self.baseline, Mesh(1, 1, self.task.n_devices, 1, 1, 1))
-        needless = any(
-            all(cost <= other for cost, other in zip(_costs(layout.candidate), costs, strict=True))
-            for layout in fitting
-            if layout.candidate.mesh.ep == mesh.ep
-        )
-        degrees = math.prod(_degrees(candidate)), mesh.pp, mesh.tp, mesh.dp_replicate, mesh.ulysses
-        batch = -candidate.local_batch, candidate.microbatch, SCHEDULES.index((candidate.schedule, candidate.stages))
-        if self.task.model.moe.n_experts:
-            across_nodes = mesh.ep > self.task.device.devices_per_node
-            experts = mesh.ep if across_nodes else -mesh.ep
-            return (not first, needless, across_nodes, *degrees, experts, *batch, costs[0])
-        return (not first, needless, costs[0], *degrees, not candidate.float8, *batch)
+    def order(self) -> list[Candidate]:
+        """Return the candidates that are estimated to fit, in the order in which to plan them: the heuristic baseline
+        and FSDP alone, then those with the shortest steps by their estimates."""
+        size, seconds = self.corrected(estimate_bytes, "bytes"), self.corrected(estimate_seconds, "seconds")
+        first = self.baseline, Mesh(1, 1, self.task.n_devices, 1, 1, 1)
+        fitting = (candidate for candidate in self._open if self.fits(size(candidate)))
+        return sorted(fitting, key=lambda one: (one.mesh not in first, not one.float8, seconds(one), _costs(one)))
 
 
 def _similarities(candidate: Candidate) -> list[tuple]:
     """Return keys of a candidate, most specific first. Memory estimates of candidates with a common key err alike."""
     mesh, compiled, full = candidate.mesh, candidate.compiled, candidate.checkpointing == "full"
-    return [(mesh, compiled, candidate.schedule, candidate.stages, full), (mesh, compiled), (mesh.pp > 1, compiled)]
+    return [(*candidate[:3], compiled, full), (mesh, compiled), (mesh.pp > 1, compiled), ()]
 
 
 def _degrees(candidate: Candidate) -> tuple[int, int, int]:
@@ -179,9 +151,9 @@ def _split(candidate: Candidate) -> tuple[int, ...]:
     return *_degrees(candidate), candidate.mesh.ep
 
 
-def _costs(candidate: Candidate) -> tuple[int, ...]:
-    """Return numbers that grow as a layout slows down: index of the checkpointing mode, pp, cp and tp degrees."""
-    return CHECKPOINTING.index(candidate.checkpointing), *_degrees(candidate)
+def _costs(candidate: Candidate) -> tuple[float, ...]:
+    """Return numbers that grow as a layout slows down: share of repeated computation, pp, cp and tp degrees."""
+    return REPEATED[candidate.checkpointing], *_degrees(candidate)
 
 
 def _choices(candidate: Candidate) -> tuple:

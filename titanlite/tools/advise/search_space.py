@@ -49,6 +49,11 @@ class Task:
     def layers_of_head(self) -> float:
         return layers_of_head(self.model, self.seq_len)
 
+    @functools.cached_property
+    def share_with_experts(self) -> float:
+        n_layers = self.model.n_layers
+        return sum(map(self.model.has_experts, range(n_layers))) / n_layers if self.model.moe.n_experts else 0.0
+
 
 class Mesh(NamedTuple):
     """Parallel degrees, outermost first. `cp` is the ring degree times `ulysses`; `ep` divides dp_shard x cp x tp."""

@@ -1,11 +1,14 @@
-"""A closed-form estimate of a layout's memory, which decides whether the layout is worth a plan."""
+"""Closed-form estimates of a layout's memory and step time, which decide whether the layout is worth a plan."""
 
 import math
 
-from titanlite.config.schema import Model
 from titanlite.config.stage_split import SPLIT_BACKWARD, V_SHAPED
 from titanlite.tools.advise.search_space import STATE_BYTES, Candidate, Mesh, Task
 from titanlite.tools.plan.planner import FRAGMENTATION, overhead_bytes
+
+COMPUTE, LINKS, REPEATED = 0.57, 0.8, {"none": 1.0, "selective": 1.03, "full": 1.2}
+"""Shares of a device's peak rates that steps reach, and the computation with each mode of activation checkpointing."""
+HOST, SLOWDOWN = 8e-4, 0.15  # seconds of kernels of any size; seconds that one of overlapped communication costs
 
 
 def estimate_bytes(task: Task, candidate: Candidate) -> float:
@@ -43,6 +46,41 @@ def estimate_bytes(task: Task, candidate: Candidate) -> float:
     return total * (1 + FRAGMENTATION) + sum(overhead_bytes(task.device, degrees).values())
 
 
+def estimate_seconds(task: Task, candidate: Candidate) -> float:
+    """Return an estimate of the seconds of a step, from FLOP and bytes of a rank and the device's rates.
+
+    `layer` has the seconds of a token of the rank in a layer: 6 FLOP per weight that it uses, and attention's; dim
+    2-byte values to each other rank of tp in 8 collectives (12 under full AC); keys and values to each other rank of a
+    ring, once forward and twice backward; all-to-alls of Ulysses and experts. HOST is added for each microbatch, layer
+    and step of a ring. A pipeline of s stages per rank takes the time of max(n, pp) + (min(n, pp) - 1) / s microbatches
+    for n. In a gradient accumulation step FSDP gathers 2-byte weights once (a pipeline) or twice and reduces 4-byte
+    gradients; it overlaps except in a pipeline. Messages between stages are not counted."""
+    mesh, model, device, full = candidate.mesh, task.model, task.device, candidate.checkpointing == "full"
+    n, n_accumulated = candidate.local_batch // candidate.microbatch, task.sequences / mesh.dp / candidate.local_batch
+    ring, shards, n_layers = mesh.cp // mesh.ulysses, mesh.dp_shard * mesh.cp, model.n_layers / mesh.pp
+    q_dim, kv_dim = model.n_heads * model.head_dim, 2 * model.n_kv_heads * model.head_dim
+
+    def rate(stride: int, n_ranks: int, adapters: int = device.devices_per_node) -> float:
+        nodes = stride * n_ranks / device.devices_per_node
+        network = device.network_bandwidth * max(adapters // stride, 1) * 0.94 ** math.log2(max(nodes / 4, 1))
+        return LINKS * (min(device.interconnect_bandwidth, network) if nodes > 1 else device.interconnect_bandwidth)
+
+    products = model.dim * model.vocab_size * (1 / model.n_layers + 1 / task.layers_of_head)
+    layer = 6 * products * REPEATED[candidate.checkpointing] / (COMPUTE * device.bf16)
+    layer += (24 if full else 16) * model.dim * (mesh.tp - 1) / rate(1, mesh.tp)
+    layer += 6 * kv_dim * (ring - 1) / rate(mesh.tp, mesh.cp)
+    layer += 8 * (q_dim + kv_dim) * (1 - 1 / mesh.ulysses) / rate(mesh.tp, mesh.cp, 1)
+    routed = task.share_with_experts * model.moe.n_experts_per_token * model.dim
+    layer += (12 if full else 8) * routed * (1 - 1 / mesh.ep) / rate(1, mesh.ep, 1)
+    tokens = candidate.microbatch * task.seq_len / (mesh.cp * mesh.tp)
+    slots = max(n, mesh.pp) + (min(n, mesh.pp) - 1) / candidate.stages
+    busy = n_accumulated * n_layers * (tokens * layer + HOST * ring) * slots
+    gathered = n_accumulated * n_layers * _layer_weights(task, mesh)[0]
+    fsdp = gathered * (6 if mesh.pp > 1 else 8) * (1 - 1 / shards) / rate(mesh.tp, shards)
+    fsdp += gathered / shards * 8 * (1 - 1 / mesh.dp_replicate) / rate(mesh.tp * shards, mesh.dp_replicate)
+    return busy + fsdp if mesh.pp > 1 else max(busy, fsdp) + SLOWDOWN * min(busy, fsdp)
+
+
 def _forwards_in_flight(candidate: Candidate, n_microbatches: int) -> float:
     """Return how many forwards of stages wait for their backward at once on the first rank, which has the most."""
     pp, stages = candidate.mesh.pp, candidate.stages
@@ -57,14 +95,10 @@ def _layer_weights(task: Task, mesh: Mesh) -> tuple[float, float]:
     model, shards = task.model, mesh.dp_shard * mesh.cp
     matrices = 1 if model.tie_embeddings else 2
     total = (task.n_parameters - matrices * model.dim * model.vocab_size - model.dim) / model.n_layers
-    experts = _share_with_experts(model) * 3 * model.dim * model.expert_dim * model.moe.n_experts
+    experts = task.share_with_experts * 3 * model.dim * model.expert_dim * model.moe.n_experts
     others = (total - experts) / mesh.tp
     # Experts are split over EP ranks, or over TP ranks if ep is 1. With FSDP, an expert weight has shards * tp shards.
     return others + experts / (mesh.ep if mesh.ep > 1 else mesh.tp), others / shards + experts / (shards * mesh.tp)
-
-
-def _share_with_experts(model: Model) -> float:
-    return sum(map(model.has_experts, range(model.n_layers))) / model.n_layers if model.moe.n_experts else 0.0
 
 
 def _expert_values(task: Task, mesh: Mesh) -> float:
@@ -76,7 +110,7 @@ def _expert_values(task: Task, mesh: Mesh) -> float:
     tokens = mesh.tp if mesh.ep == 1 else 1
     rows, hidden = tokens * moe.n_experts_per_token * model.dim, moe.n_experts_per_token * model.expert_dim
     router = tokens * (2 * model.dim + 8 * moe.n_experts)
-    return _share_with_experts(model) * (2 * rows + 4 * hidden + 4 * moe.n_shared_experts * model.expert_dim + router)
+    return task.share_with_experts * (2 * rows + 4 * hidden + 4 * moe.n_shared_experts * model.expert_dim + router)
 
 
 def _layer_bytes(task: Task, candidate: Candidate) -> tuple[float, float, float]:
@@ -84,7 +118,7 @@ def _layer_bytes(task: Task, candidate: Candidate) -> tuple[float, float, float]
     mesh, model = candidate.mesh, task.model
     tokens = candidate.microbatch * task.seq_len / (mesh.cp * mesh.tp)
     dim, q_dim, kv_dim = model.dim, model.n_heads * model.head_dim, 2 * model.n_kv_heads * model.head_dim
-    dense, is_split = 1 - _share_with_experts(model), mesh.tp > 1
+    dense, is_split = 1 - task.share_with_experts, mesh.tp > 1
     hidden, products = dense * (2 if model.gated_ffn else 1) * model.ffn_dim, dense * model.ffn_dim
     norms = (2 * dim if model.norm_placement == "both" else 0) + (q_dim + kv_dim // 2) * bool(model.qk_norm)
     channels, unsharded = 2 * q_dim + kv_dim, 2 * mesh.tp * dim if is_split else 0
