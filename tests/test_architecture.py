@@ -50,12 +50,12 @@ HEART = (
 # asynchronous checkpoints.
 LINES_OF_A_RANK_OF_MANY_TECHNIQUES = 11_650
 LINES_OF_A_DEBUG_RUN, LINES_WITH_A_TOKEN_CACHE = 10_300, 9_950
-LINES_OF_THE_PACKAGE = 30_145
+LINES_OF_THE_PACKAGE = 30_115
 """30,122 before LoRA, averages of the weights, epochs, --show, export --verify, the oracle for experts, recomputed
 groups of blocks, logprobs and --gates; 30,643 before comments and docstrings were shortened; 30,087 before adapters of
 experts."""
 CEILINGS = {
-    "heart": 3350,
+    "heart": 3351,
     "config": 2773,
     "config of Hugging Face": 1150,
     "data": 2181,
@@ -65,7 +65,7 @@ CEILINGS = {
     "files": 321,
     "hf": 884,
     "techniques": 4782,
-    "tools": 9696,
+    "tools": 9665,
     "other": 331,
 }
 """Lines that each part of the package may have. They are fixed: a part that grows takes from itself, and a ceiling is

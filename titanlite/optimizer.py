@@ -26,6 +26,7 @@ def parameter_groups(parameters: Iterable[tuple[str, nn.Parameter]], optimizer: 
 
 
 def build_adam(groups: list[dict[str, Any]], optimizer: Optimizer, name: str) -> torch.optim.Optimizer:
+    """Build torch's Adam or AdamW by its `name`."""
     betas = optimizer.beta1, optimizer.beta2
     implementation = {name: name == optimizer.implementation for name in ("fused", "foreach")}
     return getattr(torch.optim, name)(groups, optimizer.lr, betas, optimizer.eps, **implementation)
