@@ -47,7 +47,7 @@ def checkpointed_half(recompute: Callable[..., Any], attend: Callable[..., Any])
 
 
 class NothingToReduce:
-    """Replaces the reduce-scatter of a group with one rank. There fully_shard copies gradients from an input buffer to
+    """Replaces the reduce-scatter in a group of one rank, in which fully_shard copies gradients from an input buffer to
     an output buffer; `allocate` returns the same buffer for both.
 
     fully_shard allocates the input on the compute stream and the output on the reduce-scatter stream, and frees the

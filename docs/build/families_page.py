@@ -169,8 +169,8 @@ Tests of each family, with random weights, biases other than zero and norms othe
 
 - in float64 the logits and every gradient equal transformers' to 1e-12. transformers computes
   norms, rotary tables and softmax in float32 whatever the type of the weights; the tests make
-  transformers compute them in float64. In float32, where the tests change nothing of transformers,
-  logits and gradients equal those of transformers to rounding;
+  transformers compute them in float64. In float32 the tests change nothing in transformers, and
+  logits and gradients are equal to rounding;
 - a folder that transformers has written is loaded and exported again: every tensor is the same bit
   for bit, and transformers computes the same logits from the exported folder;
 - texts that titanlite generates greedily are those of transformers, token for token.

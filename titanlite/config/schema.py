@@ -935,7 +935,7 @@ class Config(Section):
 
     @property
     def windowed(self) -> bool:
-        """Whether a layer has a sliding window that is shorter than a sequence."""
+        """Whether any layer has a sliding window that is shorter than training.seq_len."""
         return any(0 < layer.sliding_window < self.training.seq_len for layer in self.model.of_layers())
 
     @property

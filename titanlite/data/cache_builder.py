@@ -24,7 +24,7 @@ from titanlite.launch import process
 from titanlite.launch.folder_lock import FolderInUse, FolderLock
 from titanlite.launch.progress import alive, progress
 
-MOST_SHOWN = 20  # most names of unread columns and keys that a message shows
+MOST_SHOWN = 20  # largest number of unread columns and keys that a message names
 
 
 @dataclasses.dataclass

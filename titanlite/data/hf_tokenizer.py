@@ -83,8 +83,8 @@ class HuggingFaceTokenizer(Tokenizer):
             self.tokenizer.no_padding()
             ids, added = self.tokenizer.get_vocab(), self.tokenizer.get_added_tokens_decoder().values()
             special = [token.content for token in added if token.special and not self.loaded.split_special_tokens]
-            # `ordinary` gives special tokens random names, which no text contains. A name keeps the token's first and
-            # last characters, on which the tokenizer's matching of words depends.
+            # `ordinary` gives special tokens random names, which no text contains. A random name keeps the first and
+            # last characters of its token, since the tokenizer's rules for words look at them.
             self.names = {text: f"{text[0]}{secrets.token_hex(16)}{text[-1]}" for text in special}
             word = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).encode("a")
             around = self.tokenizer.post_process(word)  # encode a single token, and add special tokens around it

@@ -43,7 +43,7 @@ class Mixture(Sequences, Protocol):
         """Raise ConfigError if a state is of another mixture, or fewer than `n` sequences are left."""
 
     def resumed(self, loader_state: dict[str, Any] | None) -> "Mixture":
-        """Return the mixture, continued from a loader's state. Raises ConfigError if the mixture's is damaged."""
+        """Return the mixture, continued from a loader's state. Raises ConfigError if its part of the state is wrong."""
 
     def state(self, position: int) -> dict[str, Any]:
         """Return the mixture's state after `position` sequences, as plain JSON. Every rank must call this."""

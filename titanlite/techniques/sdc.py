@@ -140,8 +140,8 @@ def _and_more(names: list[str]) -> str:
 
 
 def _explanation(found: list[tuple[int, list[int], str]]) -> str:
-    """Return in one line which ranks computed or store which wrong values. A wrong loss is the rank's own error.
-    Gradients are summed over ranks, so the line names a wrong gradient only if no loss is wrong."""
+    """Return in one line which ranks computed or store which wrong values. A wrong loss is the rank's own error,
+    and makes the gradients of all ranks wrong, so the line names wrong gradients only if no loss is wrong."""
     kinds = [
         "computed twice with different results",
         "computed twice with different results (or got it from a rank that did)",

@@ -43,7 +43,7 @@ def measure_dispatch(timer: Timer, operators: dict[str, list[list[float]]]) -> t
         n, on_dtensors, own = _count(call, eviction, operators, collective)
         seconds = timer(call)
         if timer.device.type == "cpu":
-            call()  # this call sets eviction.copies to the number of evicting copies in a training step
+            call()  # counts in eviction.copies how often a step evicts the CPU cache
             seconds -= own + eviction.copies * copying
         per_operator = (seconds - n * results[0]) / on_dtensors if tensor_parallel else seconds / n
         results.append(max(per_operator, LEAST_SECONDS))

@@ -66,7 +66,7 @@ def memory_figure(plan: Plan) -> Figure:
     axes.set(ylim=(0, top), ylabel="GiB")
     at = rank.points.index(rank.peak)
     side = "right" if at > len(rank.points) / 2 else "left"
-    above = peak if limit > 1.25 * peak else max(peak, limit)  # put the peak's label above the limit's line
+    above = peak if limit > 1.25 * peak else max(peak, limit)  # the peak's label avoids the limit's line
     arrow = {"arrowstyle": "-|>", "color": "#111111", "linewidth": 0.8, "relpos": (side == "right", 0)}
     place = {"xy": (at, peak), "xytext": (at, above + 0.09 * top), "ha": side, "va": "bottom"}
     axes.annotate(f"peak: {peak:.2f} GiB in {rank.peak.label}", **place, arrowprops=arrow)
