@@ -8,9 +8,9 @@ command, and its last checkpoint is compared with that of a run without a kill, 
 prevented. `torn`: the file is cut to half its size. `unsynced`: files without fsync are lost. LOST_WORK means that the
 resume did not begin at the newest complete checkpoint.
 
-In mode `unsynced` ckpt-chaos 0.1.8 reads each path that the program opens for writing, also the folder that Python's
-tempfile opens with O_TMPFILE; so the program gets an IsADirectoryError that no file system has given, and ends before
-its first save. Here, the tool reads no folder.
+In mode `unsynced` ckpt-chaos 0.1.8 takes each path that the program opens for writing as a file, also the folder that
+Python's tempfile opens with O_TMPFILE: it reads the folder when it is opened, and removes it when it kills, so that the
+program gets an IsADirectoryError that no file system has given. Here, the tool ignores folders.
 """
 
 import argparse
@@ -28,8 +28,8 @@ ONE_RANK |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 START = """
 import os
 from ckpt_chaos import inject
-read = inject._read_bytes
-inject._read_bytes = lambda path: None if os.path.isdir(path) else read(path)
+note = inject._note_open_for_write
+inject._note_open_for_write = lambda path: None if os.path.isdir(path) else note(path)
 if os.environ.get("CKPT_CHAOS_WATCH") and not os.environ.get("CKPT_CHAOS_ARMED"):
     from ckpt_chaos.targets.common import arm_from_env
     arm_from_env(0, lazy=True)
