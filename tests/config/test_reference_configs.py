@@ -79,6 +79,7 @@ TOO_LARGE = {
     ("qwen3_235b_a22b", "without expert parallel"),
     ("deepseek_v3_671b", "two stages per rank, global batch of 16,384"),
     ("deepseek_v3_671b", "selective AC"),
+    ("deepseek_v3_671b", "attention saved"),
 }
 """The variants that the notebook shows because they do not fit: what a config avoids."""
 VARIANTS = {(name, label): options for name, label, *options in reference_configs.VARIANTS}
