@@ -440,6 +440,7 @@ WRONG_INPUT = [
       '"float16"; did you mean bfloat16?',
       'CLI: optimizer.name = "adamw": expected one of "AdamW", "Adam", "Muon"; did you mean AdamW?']),
     ("", ("--peft.r=8",), ["CLI: --peft.r=8: an unknown section; --help lists every option"]),
+    ("", ("--lora.r=8",), ["CLI: lora.r = 8: unknown key; did you mean lora.rank?"]),
     # a number from which another one beyond its bound follows
     ("", ("--model.dim=1099511627776",),
      ["CLI: model.dim = 1099511627776: expected an integer >= 1 and <= 2147483647"]),

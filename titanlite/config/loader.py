@@ -372,14 +372,14 @@ ANSWERS = {"metrics.enable_wandb": "examples/follow_metrics.py passes metrics.js
 
 
 def _hint(kind: type[Section], section: str, key: str = "") -> str:
-    """Return a hint for a wrong section or key: a similar name, a key with the word, or the key in another section."""
+    """Return a hint for a wrong section or key: a similar name, a key whose word begins so, or the key elsewhere."""
     if f"{section}.{key}" in ANSWERS:
         return f"; {ANSWERS[f'{section}.{key}']}"
     keys = [option.rpartition(".")[::2] for option in options_of(kind)]
     own = [name for other, name in keys if other == section]
     near = [] if key else difflib.get_close_matches(section, sections_of(kind), n=1, cutoff=0.7)
     near += [f"{section}.{name}" for name in difflib.get_close_matches(key, own, n=1)]
-    near += [f"{section}.{name}" for name in own if key in name.split("_")]
+    near += [f"{section}.{name}" for name in own if any(each.startswith(key) for each in name.split("_"))]
     near += [f"{other}.{name}" for other, name in keys if name == key]
     return f"; did you mean {near[0]}?" if near else "; --help lists every option"
 
