@@ -41,8 +41,10 @@ class ModelFolder:
         None. Raises ConfigError if neither `choice` nor the folder names a tokenizer."""
         if choice is not None:
             return "" if choice == "bytes" else choice
-        has_file = self.is_hugging_face and (self.path / "tokenizer.json").is_file()
-        path = str(self.path) if has_file else self.value("model", "hf_assets_path")
+        if self.is_hugging_face:
+            path = str(self.path) if (self.path / "tokenizer.json").is_file() else None
+        else:
+            path = self.value("model", "hf_assets_path")
         if not isinstance(path, str):
             source = "tokenizer.json" if self.is_hugging_face else "config.toml of its run"
             problem = f"{self.path}: has no {source}; name the tokenizer with --tokenizer FOLDER"

@@ -6,8 +6,7 @@ options stay. The ranks are processes on this machine's CPUs or, with torchrun .
 
 With --all, a standard set of layouts is compared: each axis alone and in pairs, activation checkpointing, compiled
 blocks, gradient accumulation, chunked cross-entropy. With --tolerance, layouts are compared in the config's precision
-instead of float64: for each tensor, the largest distance from a single process that rounding explains, and the actual
-distance. --own FILE.py:NAME compares own parts (docs/extend.md).
+instead of float64: how far each tensor may be from a single process by rounding, and is. --own FILE.py:NAME: own parts.
 
 With --gates, the config trains a few steps several times, in full size and with its own data and optimizer. A line for
 each gate says whether it holds. Repeatability: two runs are equal, bit for bit. Baseline: the run in --baseline FOLDER

@@ -95,8 +95,7 @@ def print_comparison(reference: Trace, layout: Trace, tolerances: dict[str, floa
 
 
 def print_tolerances(reference: Trace, layout: Trace, tolerances: Numbers) -> bool:
-    """Print for every entry its largest difference and its tolerance, both divided by the entry's largest element.
-    Print the verdict, and return whether every difference is within its tolerance."""
+    """As print_comparison, but print each entry's differences, measured and allowed, over its largest element."""
     actual, allowed, wrong, conclusion = judge(reference, layout, tolerances)
     print(f"{'largest difference over the largest element':60} {'measured':>9} {'allowed':>9}")
     for name, difference in actual.items():
