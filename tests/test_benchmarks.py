@@ -13,9 +13,11 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 import types
 from collections import Counter
@@ -422,7 +424,7 @@ def session(tmp_path, gpu_session, monkeypatch):
 
 def test_a_gpu_session_starts_the_steps_that_are_expected_to_end_in_time(gpu_session, session):
     base = "8b-b4-selective"
-    chosen = arguments(seconds=80, steps=["rates", base, "tests-*"])
+    chosen = arguments(seconds=80, steps=["rates", base, "tests-attention"])
     waiting = gpu_session.run_session(session, chosen, time.monotonic() - 10)
     # 65 seconds are left, and nothing here takes any of them.
     assert session.results["rates"]["limit"] == 60
@@ -435,6 +437,53 @@ def test_a_gpu_session_starts_the_steps_that_are_expected_to_end_in_time(gpu_ses
     assert base not in waiting
 
 
+def test_steps_without_a_speed_share_the_card(gpu_session, session, monkeypatch):
+    monkeypatch.setattr(gpu_session.os, "cpu_count", lambda: 6)  # two cores for each step
+    now, most, lock = [0], [0], threading.Lock()
+
+    def run_step(session: Any, step: Any, limit: float) -> dict[str, Any]:
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        time.sleep(0.05)
+        with lock:
+            now[0] -= 1
+        return {}
+
+    monkeypatch.setattr(gpu_session, "run_step", run_step)
+    gpu_session.run_session(session, arguments(steps=["rates", "debug-compiled"]), time.monotonic())
+    assert most == [1]
+    gpu_session.run_session(session, arguments(steps=["tests-*", "parity-*"]), time.monotonic())
+    assert most == [3]
+    names = [step.name for step in session.steps(H200) if step.name.startswith(("tests-", "parity-"))]
+    assert {session.results[name]["status"] for name in names} == {"done"}
+
+
+def test_a_gpu_session_that_is_ended_ends_the_steps_that_share_the_card(tmp_path):
+    """They have no result: the next call takes them again."""
+    code = f"""
+import os, signal, sys, threading
+sys.argv[1:] = ["--out", {str(tmp_path)!r}, "--dry-run", "--steps", "tests-*"]
+os.cpu_count = lambda: 4
+from benchmarks.gpu import gpu_session
+
+started = threading.Barrier(2, lambda: threading.Timer(1, os.kill, [os.getpid(), signal.SIGTERM]).start())
+
+def run_step(session, step, limit):
+    started.wait()
+    session.run(["sleep", "86398"], limit)
+
+gpu_session.run_step, gpu_session.missing = run_step, lambda session, step: ""
+gpu_session.main()
+"""
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=120)
+    assert ended.returncode == 128 + signal.SIGTERM
+    (results,) = json.loads((tmp_path / "state.json").read_text())["cards"].values()
+    assert list(results) == ["environment"]
+    commands = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline") if file.exists()]
+    assert b"sleep\x0086398\x00" not in commands
+
+
 def test_a_gpu_session_lists_what_fits(gpu_session):
     _, *lines = gpu_session.listed(gpu_session.all_steps(79.2), 100)
     assert [line.split() for line in lines[:5]] == [
@@ -442,7 +491,7 @@ def test_a_gpu_session_lists_what_fits(gpu_session):
         ["rates", "14", "20", "fits"],
         ["debug-compiled", "30", "50", "fits"],
         ["8b-b2-attention", "60", "110"],
-        ["tests-attention", "45", "155", "fits"],
+        ["tests-attention", "30", "114", "fits"],
     ]
     assert not any("fits" in line for line in gpu_session.listed(gpu_session.all_steps(79.2), math.inf))
     assert [line.partition(" ")[0] for line in lines] == [step.name for step in gpu_session.all_steps(79.2)]
@@ -554,22 +603,27 @@ def test_configs_of_a_gpu_session_are_valid_and_their_runs_have_names(gpu_sessio
 def test_a_gpu_session_shows_planned_and_published_figures_beside_its_own(gpu_session):
     values = {"tflops": 500.0, "mfu(%)": 50.6, "causal": 0.9, "parameters": 2**30, "flops per token": 5e10}
     values |= {"throughput(tps)": 10_000.0, "memory/max_active(GiB)": 70.0, "memory/max_reserved(GiB)": 72.0}
+    values |= {"shared": False}
     results = {"rates": {"status": "done", "seconds": 9, "matmul TFLOP/s": 800.0}}
     results["8b-published"] = {"status": "done", "seconds": 90, **values}
     results["plan-8b-published"] = {"status": "done", "seconds": 9, "planned GiB": 67.2, "planned tokens/s": 11_000.0}
     results["8b-b4-selective"] = {"status": "done", "seconds": 70, **values}
     results["8b-b4-selective-rowwise"] = {"status": "done", "seconds": 70, **values, "throughput(tps)": 12_500.0}
+    results["memory-1b"] = {"status": "done", "seconds": 30, **values, "shared": True}
+    results["plan-memory-1b"] = results["plan-8b-published"]
     results["8b-b4-none"] = {"status": "does not fit", "seconds": 90, "reason": "out | of", "lines": ["the output"]}
     cards = {H200: (gpu_session.all_steps(139.8), results), H100: (gpu_session.all_steps(79.2), {})}
     page = gpu_session.summary(cards, dry_run="")
     lines = page.splitlines()
     own = "10,000 |  | 500.0 | 50.6 | 45.5 | 62.5 | 56.2 | 11,000 | 1.100 | 70.00 | 67.20 | 72.00 | 70.00 |"
     assert f"| 8b-published | done | {own}" in lines
+    of_shared = next(line for line in lines if line.startswith("| memory-1b |")).split("|")
+    assert [cell.strip() for cell in of_shared[3:-1]] == [""] * 9 + ["70.00", "67.20", "72.00", "70.00"]  # no speed
     assert any(line.startswith("| KempnerForge, one H200 | published | 10,471 |  | 523.5 |") for line in lines)
     assert any(line.startswith("| 8b-b4-selective-rowwise | done | 12,500 | 1.250 |") for line in lines)
     assert any(line.startswith("| 8b-b4-none | does not fit: out \\| of |") for line in lines)
     assert "the output" in lines
-    assert "| 8b-b4-selective-rowwise | 105 | 70 |" in lines
+    assert "| 8b-b4-selective-rowwise | 125 | 70 |" in lines
     assert "12,500" not in page.partition(f"# {H100}")[2]
 
 

@@ -305,9 +305,10 @@ def test_a_file_that_is_wrong_is_a_line(tmp_path: Path, text: str | None, line: 
     assert line.replace("'own'", '"own"') in caught.value.problems[0]
 
 
-def test_a_file_that_trains_while_it_is_loaded_is_a_line(tmp_path: Path):
+@pytest.mark.parametrize("own", ["", ", own=__file__ + ':own'", ", own=own"])
+def test_a_file_that_trains_while_it_is_loaded_is_a_line(own: str, tmp_path: Path):
     file = tmp_path / "own.py"
-    file.write_text(f"import titanlite\nown = titanlite.Own()\ntitanlite.run(['debug'], own='{file}:own')\n")
+    file.write_text(f"import titanlite\nown = titanlite.Own()\ntitanlite.run(['debug']{own})\n")
     with pytest.raises(ConfigError, match=r"line 3: .* calls titanlite while it is loaded; put its calls under `if"):
         load_own(f"{file}:own")
 

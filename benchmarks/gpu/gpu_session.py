@@ -10,7 +10,8 @@ expected to take; gpu_wheels.txt and torchtitan_wheels.txt what to install where
 it). Each step runs in a process of its own, which is killed at the step's time limit. The folder gets session.log (the
 output of every step as it comes, and the metrics of every training step), trace.json.gz (of the profiler), device.toml
 (of `titanlite calibrate`), recorded.tar (a step for `titanlite parity --against`), state.json (the result of each step,
-by card) and summary.md (tables, rewritten after each step).
+by card) and summary.md (tables, rewritten after each step). Consecutive steps that measure no speed, tests among them,
+share the card, as far as there are two cores for each.
 
 A session may take several calls: a step that is done or has failed is not run again (--retry: those that failed are).
 --seconds N starts a step only if its expected seconds fit into what is left of N, and no limit exceeds that.
@@ -37,12 +38,14 @@ Training runs take train.py through 10 steps of 32768 tokens, the first four of 
 """
 
 import argparse
+import concurrent.futures
 import contextlib
 import dataclasses
 import fnmatch
 import gzip
 import importlib
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -55,9 +58,10 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +125,11 @@ class Session:
     text: Path | None = None
     card: str = ""
     """The name of the card that runs, as torch reports it."""
+    processes: set[subprocess.Popen] = dataclasses.field(default_factory=set)
+    """Those that run."""
+    ended: bool = False
+    """Whether this program was asked to end: steps that fail from then on have no result."""
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     @property
     def results(self) -> dict[str, Result]:
@@ -134,13 +143,17 @@ class Session:
 
     def save(self, name: str, result: Result) -> None:
         """Record the result of a step, rewrite state.json and summary.md, and print the step's line."""
-        self.results[name] = result
+        with self.lock:
+            self.results[name] = result
+            self._write()
+            print(f"{result['status']:9} {name:30} {result['seconds']:5.0f} s  {one_line(result)}", flush=True)
+
+    def _write(self) -> None:
         replacement = self.out / "state.tmp"
         replacement.write_text(json.dumps({"dry_run": self.dry_run, "cards": self.cards}, indent=1))
         replacement.replace(self.out / "state.json")
         cards = {card: (self.steps(card), results) for card, results in self.cards.items()}
         (self.out / "summary.md").write_text(summary(cards, dry_run=self.dry_run))
-        print(f"{result['status']:9} {name:30} {result['seconds']:5.0f} s  {one_line(result)}", flush=True)
 
     def run(self, command: list[str], limit: float, *, folder: Path = ROOT) -> str:
         """Run a command, append its output to session.log, and return it.
@@ -156,20 +169,21 @@ class Session:
             environment |= null_cuda().environment(self.out / "null_cuda")
         if "PYTORCH_CUDA_ALLOC_CONF" not in environment:  # as titanlite train sets it
             environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-        with (self.out / "session.log").open("a+b") as log:
-            log.write(f"\n$ {shlex.join(command)}\n".encode())
-            log.flush()
-            begin = log.tell()
+        with tempfile.TemporaryFile() as log:
             options = {"stdout": log, "stderr": subprocess.STDOUT, "cwd": folder, "env": environment}
             process = subprocess.Popen(command, start_new_session=True, **options)
+            self.processes.add(process)
             status = None
             try:
+                limit = 0 if self.ended else limit
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     status = process.wait(timeout=limit)
             finally:  # also if this program is interrupted or asked to end
                 kill_tree(process)
-            log.seek(begin)
-            output = log.read().decode(errors="replace")
+                self.processes.remove(process)
+                log.seek(0)
+                output = log.read().decode(errors="replace")
+                self.note([f"\n$ {shlex.join(command)}", output])
         if status is None:
             raise TimeLimit(f"time limit of {limit:.0f} s", output)
         if status:
@@ -178,7 +192,7 @@ class Session:
 
     def note(self, lines: list[str]) -> None:
         """Append lines to session.log."""
-        with (self.out / "session.log").open("a") as log:
+        with self.lock, (self.out / "session.log").open("a") as log:
             log.write("".join(f"{line}\n" for line in lines))
 
 
@@ -270,6 +284,7 @@ def train(session: Session, step: Step, limit: float, folder: Path) -> Result:
         "steps": len(rows),
         "first step s": rows[0]["time_metrics/end_to_end(s)"],
         "causal": 1 - 6 * n_layers * dim * seq_len / flops,
+        "shared": step.together > 1,
     }
     if killed:
         result |= {"status": "stopped", "reason": f"{killed}, after {len(rows)} steps"}
@@ -450,12 +465,13 @@ def load_session(arguments: argparse.Namespace) -> Session:
 def listed(steps: list[Step], seconds: float) -> list[str]:
     """Return a line for each step: its expected seconds, their sum so far, and whether a call of so many seconds
     reaches it."""
-    lines, total, left = [f"{'step':32} {'expected s':>10} {'sum':>6}"], 0, seconds - RESERVE
+    lines, total, left = [f"{'step':32} {'expected s':>10} {'sum':>6}"], 0.0, seconds - RESERVE
     for step in steps:
-        total += step.seconds
+        share = step.seconds / step.together
+        total += share
         fits = step.kind != "plan" and step.seconds <= left
-        left -= step.seconds if fits else 0
-        lines.append(f"{step.name:32} {step.seconds:10} {total:6}{'  fits' if fits and seconds < math.inf else ''}")
+        left -= share if fits else 0
+        lines.append(f"{step.name:32} {step.seconds:10} {total:6.0f}{'  fits' if fits and seconds < math.inf else ''}")
     return lines
 
 
@@ -477,17 +493,39 @@ def run_session(session: Session, arguments: argparse.Namespace, begin: float) -
     """Run the steps that are due and fit into the seconds since `begin`; return the names of those that wait for
     another call."""
     waiting = []
-    for step in due(session, arguments):
+
+    def take_in_time(step: Step) -> None:
         if gap := missing(session, step):
             if session.results.get(step.name, {}).get("reason") != gap:
                 session.save(step.name, {"status": "not there", "seconds": 0, "reason": gap})
-            continue
+            return
         left = (arguments.seconds or math.inf) - RESERVE - (time.monotonic() - begin)
         if step.seconds > left:
             waiting.append(step.name)
-            continue
-        take(session, step, min(TOY_LIMIT if session.dry_run == "cpu" else step.limit, left))
+        else:
+            take(session, step, min(TOY_LIMIT if session.dry_run == "cpu" else step.limit, left))
+
+    for together, steps in itertools.groupby(due(session, arguments), key=lambda step: step.together):
+        at_once = max(1, min(together, (os.cpu_count() or 1) // 2))
+        if at_once == 1:
+            for step in steps:
+                take_in_time(step)
+        else:
+            take_together(session, list(steps), take_in_time, at_once)
     return waiting
+
+
+def take_together(session: Session, steps: list[Step], take_step: Callable[[Step], None], at_once: int) -> None:
+    """Take steps, several at a time. If this program is asked to end, their processes end with it."""
+    with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+        try:
+            list(pool.map(take_step, steps))
+        except BaseException:
+            session.ended = True
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(session.processes):
+                kill_tree(process)
+            raise
 
 
 def take(session: Session, step: Step, limit: float) -> None:
@@ -497,6 +535,8 @@ def take(session: Session, step: Step, limit: float) -> None:
     try:
         result = {"status": "done", "seconds": 0, **run_step(session, step, limit)}
     except StepFailed as error:
+        if session.ended:
+            return
         status = "does not fit" if "out of memory" in str(error) else "failed"
         result = {"status": status, "seconds": 0, "reason": str(error), "lines": error.lines}
     session.save(step.name, result | {"seconds": round(time.monotonic() - start, 1)})

@@ -19,6 +19,8 @@ NO_OPTIONS: Options = {}
 Kind = str  # environment, rates, pytest, train, trace, calibrate, ring, parity, recorded, torchtitan, card, plan
 CORRECTNESS = ("pytest", "parity", "recorded", "card")
 """Kinds whose result says nothing about the speed of a card: done on one card, they are done."""
+AT_ONCE = 8
+"""Steps of such kinds that share the card at a time."""
 
 
 class Step(NamedTuple):
@@ -28,11 +30,13 @@ class Step(NamedTuple):
     group: str
     kind: Kind
     seconds: int
-    """Expected on an H100 or H200 with 16 CPU cores. An estimate, until a session has run."""
+    """Expected with 16 CPU cores: what it took on an H200, beside the steps that share the card, or an estimate."""
     options: Options = NO_OPTIONS
     """Of the training run or of the config. Of a parity test "ranks", "config" and "dtype", too."""
     needs: tuple[str, ...] = ("pydantic", "tomli_w")
     """Modules without which the step is recorded as not there."""
+    together: int = 1
+    """How many consecutive steps may share the card: more than one where no speed is measured."""
 
     @property
     def limit(self) -> int:
@@ -41,6 +45,7 @@ class Step(NamedTuple):
 
 
 TORCHAO = ("pydantic", "tomli_w", "torchao")
+TOKENIZERS = ("pydantic", "tomli_w", "tokenizers", "jinja2")
 COMPILED: Options = {"compile.enable": "true"}
 SELECTIVE: Options = {"activation_checkpoint.mode": "selective"}
 EVERY_SECOND_MM: Options = {"activation_checkpoint.selective_ac_option": "every_second_mm"}
@@ -86,7 +91,7 @@ def attention(backend: str) -> Options:
     return {"training.attention_backend": backend}
 
 
-PUBLISHED_CASE, LLAMA_8B = "8b-published", "Llama 3 8B"
+PUBLISHED_CASE, LLAMA_8B, TORCHTITAN = "8b-published", "Llama 3 8B", "torchtitan 0.2.2"
 ROWWISE: Options = FLOAT8 | {"float8.recipe": "rowwise"}
 
 
@@ -140,6 +145,9 @@ MEMORY: dict[str, Options] = {
     "memory-1b-compiled": smaller("1b", 2, COMPILED),
 }
 
+# torchtitan_8b.toml as titanlite runs it. A step has one sequence, and torchtitan's "op" recomputes every second mm.
+AS_TORCHTITAN = llama_8b(1, SELECTIVE, EVERY_SECOND_MM, {"training.global_batch_size": 1}, seq_len=8192)
+
 # Every test of tests/test_gpu.py is in one group.
 TESTS: dict[str, list[str]] = {
     "tests-attention": [
@@ -177,8 +185,6 @@ PARITY: dict[str, Options] = {
         "parallelism.context_parallel_ulysses_degree": 1,
         "dtype": "bfloat16",
     },
-}
-MORE_PARITY: dict[str, Options] = {
     "parity-tp-2": {"ranks": 2, "config": "debug_tp"},
     "parity-experts-2-accumulation": {
         "ranks": 2,
@@ -198,39 +204,45 @@ def all_steps(memory_gib: float) -> list[Step]:
     be run anywhere: one for each training run."""
     sizes = LARGE if memory_gib >= LARGE_GIB else SMALL
     (base, base_options), *variants = sizes.llama_8b.items()
-    seconds = {"tests-resume": 40, "tests-compile": 55, "tests-float8": 60}
-    tests = {
-        name: Step(name, "Tests", "pytest", seconds.get(name, 45), dict.fromkeys(names, ""), needs_of(name))
-        for name, names in TESTS.items()
-    }
+    seconds = {"tests-attention": 30, "tests-float8": 125, "tests-optimizer": 240}
     steps = [
         Step("environment", "Machine", "environment", 6, needs=()),
         Step("rates", "Machine", "rates", 14, needs=()),
         Step("debug-compiled", "Debug model", "train", 30, DEBUG | COMPILED),
         Step(base, LLAMA_8B, "train", 60, base_options),
-        tests.pop("tests-attention"),
-        tests.pop("tests-reference"),
-        # 30 steps: rowwise scales have given NaN within a few, where a backward recomputed a cast (pytorch 150859).
-        Step(f"{base}-rowwise", LLAMA_8B, "train", 105, base_options | ROWWISE | {"training.steps": 30}, TORCHAO),
-        Step("trace", "Profiler trace", "trace", 40),
-        Step("published-card", "Published curve", "card", 40, needs=(*TORCHAO[:2], "tokenizers", "jinja2")),
-        Step("recorded-step", "Recorded step", "recorded", 12),
-        tests.pop("tests-resume"),
-        tests.pop("tests-compile"),
-        Step("torchtitan", "torchtitan 0.2.2", "torchtitan", 50),
     ]
-    steps += [Step(name, "Several ranks on one GPU", "parity", 30, options) for name, options in PARITY.items()]
-    steps.append(Step(PUBLISHED_CASE, "Published configuration", "train", 60, llama_8b(2, FULL)))
+    steps += [
+        Step(name, "Tests", "pytest", seconds.get(name, 80), dict.fromkeys(names, ""), needs_of(name), AT_ONCE)
+        for name, names in TESTS.items()
+    ]
+    steps += [
+        Step("published-card", "Published curve", "card", 60, NO_OPTIONS, TOKENIZERS, AT_ONCE),
+        Step("recorded-step", "Recorded step", "recorded", 20, together=AT_ONCE),
+    ]
+    steps += [
+        Step(name, "Several ranks on one GPU", "parity", 40, options, together=AT_ONCE)
+        for name, options in PARITY.items()
+    ]
+    steps += [
+        Step("torchtitan-compiled", TORCHTITAN, "torchtitan", 50, COMPILED),
+        Step("as-torchtitan-compiled", TORCHTITAN, "train", 40, AS_TORCHTITAN),
+        # 30 steps: rowwise scales have given NaN within a few, where a backward recomputed a cast (pytorch 150859).
+        Step(f"{base}-rowwise", LLAMA_8B, "train", 125, base_options | ROWWISE | {"training.steps": 30}, TORCHAO),
+        Step("trace", "Profiler trace", "trace", 35),
+        Step(PUBLISHED_CASE, "Published configuration", "train", 60, llama_8b(2, FULL)),
+    ]
+    steps += [
+        Step(name, "Memory", "train", 35, options, together=3 if sizes is LARGE else 1)
+        for name, options in MEMORY.items()
+    ]
     steps += [Step(name, LLAMA_8B, "train", 60, options) for name, options in variants[:2]]
+    steps.append(Step("torchtitan", TORCHTITAN, "torchtitan", 50))
+    steps.append(Step("as-torchtitan", TORCHTITAN, "train", 50, AS_TORCHTITAN | {"compile.enable": "false"}))
     steps.append(Step(f"{base}-tensorwise", LLAMA_8B, "train", 60, base_options | FLOAT8, TORCHAO))
     steps.append(Step("calibrate", "Device file", "calibrate", 60))
     steps += [Step(name, LLAMA_8B, "train", 60, options) for name, options in variants[2:]]
     steps.append(Step(f"{base}-stochastic-rounding", LLAMA_8B, "train", 60, base_options | ROUNDED, TORCHAO))
-    steps.append(Step("torchtitan-compiled", "torchtitan 0.2.2", "torchtitan", 75, {"compile.enable": "true"}))
-    steps += tests.values()
     steps.append(Step("ring-attention", "Attention backends", "ring", 40))
-    steps += [Step(name, "Several ranks on one GPU", "parity", 40, options) for name, options in MORE_PARITY.items()]
-    steps += [Step(name, "Memory", "train", 30, options) for name, options in MEMORY.items()]
     steps += [Step(name, "Other sizes", "train", 50, options) for name, options in sizes.other_sizes.items()]
     steps += [
         Step(f"{name}-float8", "Other sizes", "train", 60, options | FLOAT8, TORCHAO)

@@ -26,7 +26,8 @@ def one_line(result: Result) -> str:
     reason = result.get("reason", "")
     if THROUGHPUT in result:
         speed, mfu = result[THROUGHPUT], result["mfu(%)"]
-        figures = f"{speed:,.0f} tokens/s, MFU {mfu:.1f} %, {result[ACTIVE]:.1f} GiB, {result[RESERVED]:.1f} reserved"
+        figures = "" if result["shared"] else f"{speed:,.0f} tokens/s, MFU {mfu:.1f} %, "
+        figures += f"{result[ACTIVE]:.1f} GiB, {result[RESERVED]:.1f} reserved"
         return f"{figures}; {reason}" if reason else figures
     if reason:
         return reason
@@ -101,7 +102,9 @@ def figures(result: Result, plan: Result, matmul: float | None, base: float | No
     cells = [f"{speed:,.0f}", f"{speed / base:.3f}" if base else "", f"{tflops:.1f}", f"{mfu:.1f}"]
     cells.append(f"{mfu * result['causal']:.1f}")
     cells += [f"{100 * tflops / matmul * factor:.1f}" if matmul else "" for factor in (1, result["causal"])]
-    if "planned tokens/s" in plan:
+    if result["shared"]:  # the speed of a run that shares the card with others
+        cells = [""] * len(cells)
+    if "planned tokens/s" in plan and not result["shared"]:
         planned = plan["planned tokens/s"]
         cells += [f"{planned:,.0f}", f"{planned / speed:.3f}"]
     else:

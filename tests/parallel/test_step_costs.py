@@ -3,6 +3,7 @@ collectives that overlap. benchmarks/NOTEBOOK.md has the table."""
 
 import contextlib
 import copy
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -165,19 +166,30 @@ def test_weights_and_gradients_in_place_are_those_of_copies(alone, monkeypatch, 
     assert all(tensor.count_nonzero() for tensor in results[0])
 
 
-def test_the_allocator_knows_which_stream_reads_the_gradients_of_one_rank(monkeypatch):
+class BufferOnADevice:
+    is_cuda, device = True, torch.device("cuda", 0)
+
+
+def test_gradients_of_one_rank_are_kept_until_the_compute_stream_waits_for_the_stream_that_reads_them(monkeypatch):
     """fully_shard asks for the input on the compute stream, and for the output on the reduce-scatter stream."""
-    stream = "compute"
-    monkeypatch.setattr(torch, "empty", lambda *size, **options: mock.Mock(is_cuda=True))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    reduce_scatter = NothingToReduce()
-    for _ in range(2):
-        stream = "compute"
-        read = reduce_scatter.allocate((4,), dtype=torch.float32, device=CPU)
-        read.record_stream.assert_not_called()
-        stream = "reduce-scatter"
-        assert reduce_scatter.allocate((4,), dtype=torch.float32, device=CPU) is read
-        read.record_stream.assert_called_once_with("reduce-scatter")
+    compute, other = mock.Mock(), mock.Mock()
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: BufferOnADevice())
+    streams = iter([other, compute, other, compute])  # of the two outputs, and of what waits for them
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: next(streams))
+    reduce_scatter, options = NothingToReduce(), {"dtype": torch.float32, "device": CPU}
+    buffer = reduce_scatter.allocate((4,), **options)
+    assert reduce_scatter.allocate((4,), **options) is buffer
+    kept = weakref.ref(buffer)
+    del buffer
+    assert kept() is not None
+    compute.wait_stream.assert_not_called()
+    reduce_scatter.allocate((4,), **options)
+    compute.wait_stream.assert_called_once_with(other)
+    assert kept() is None
+    reduce_scatter.allocate((4,), **options)
+    NothingToReduce.release()  # before the next forward
+    assert compute.wait_stream.call_count == 2
+    assert reduce_scatter.kept is None
 
 
 def test_chunks_of_the_loss_read_and_write_the_heads_gradient_once_more_each():

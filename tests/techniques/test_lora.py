@@ -130,6 +130,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "adapted experts, one rank": ADAPTED_EXPERTS,
     "adapted experts, only w2": ONLY_W2,
     "adapted experts, only w2, full AC, shard, ep": ONLY_W2 | FULL | SHARD | EP,
+    "adapted experts, only w2, tp": ONLY_W2 | TP,
+    "adapted experts, only w2, pp": ONLY_W2 | PP | {"model__n_layers": 4},
     "adapted experts, shard": ADAPTED_EXPERTS | SHARD,
     "adapted experts, tp": Case(ADAPTED_EXPERTS | TP, always=True),
     "adapted experts, shard, ep": Case(ADAPTED_EXPERTS | SHARD | EP, always=True),
@@ -169,6 +171,13 @@ def test_layout_matches_reference(ranks: Any, tmp_path: Any, name: str):
     assert all(each.endswith((".lora_a", ".lora_b")) for each in of_step)
     n_weights = sum(each.startswith(("initial weight", "final weight")) for each in actual)
     assert len(actual) == n_weights + STEPS * (len(of_step) + 3) + 1
+
+
+def test_the_load_is_recorded_where_nothing_before_the_router_is_trained(tmp_path: Path):
+    job = resolve(tmp_path, 1, with_batches(LORA | ONLY_W2))
+    loads = {name: load for name, load in run_reference(job, CPU, steps=1).items() if name.endswith(".router.load")}
+    n_rows = job.training.global_batch_size * job.training.seq_len * job.model.moe.n_experts_per_token
+    assert [load.sum().item() for load in loads.values()] == [n_rows] * (job.model.n_layers - 1)
 
 
 @pytest.mark.parametrize("base", [{}, FLOAT8], ids=["float64", "float8"])

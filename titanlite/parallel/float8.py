@@ -15,11 +15,8 @@ from titanlite.torch_workarounds import round_casts_as_eager
 def convert_to_float8(stage: Llama, float8: Float8, names: Collection[str]) -> None:
     """Convert a stage's linear layers in `names` to float8, in place: on the meta device, before FSDP shards them."""
     round_casts_as_eager(float8.recipe != "tensorwise")
-    config = dataclasses.replace(
-        Float8LinearConfig.from_recipe_name(float8.recipe),
-        emulate=float8.emulate,
-        enable_fsdp_float8_all_gather=float8.enable_fsdp_float8_all_gather,
-    )
+    options = {"emulate": float8.emulate, "enable_fsdp_float8_all_gather": float8.enable_fsdp_float8_all_gather}
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(float8.recipe), **options)
     convert_to_float8_training(stage, config=config, module_filter_fn=lambda module, name: name in names)
 
 

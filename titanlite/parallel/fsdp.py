@@ -1,5 +1,4 @@
-"""Data parallelism through fully_shard (FSDP2, arXiv:2304.11277): DDP, ZeRO-1 to ZeRO-3, HSDP (docs/parallelism.md). A
-run on one rank also calls fully_shard, which applies mixed precision."""
+"""DDP, ZeRO-1 to ZeRO-3 and HSDP by fully_shard (FSDP2, arXiv:2304.11277), which also casts weights on one rank."""
 
 import functools
 
@@ -104,6 +103,7 @@ def prepare_accumulation_step(model: nn.Module, parallelism: Parallelism, *, las
     fsdp_reshard_after_forward = "never", weights stay gathered until the backward of the `last` accumulation step."""
     reduces = last or parallelism.fsdp_reduce_gradients == "every_accumulation_step"
     reshards = last or parallelism.fsdp_reshard_after_forward != "never"
+    NothingToReduce.release()
     for module in _units(model):
         module.set_requires_gradient_sync(reduces, recurse=False)
         module.set_requires_all_reduce(last, recurse=False)  # all-reduce over dp_replicate only once per step

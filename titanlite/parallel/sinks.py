@@ -1,6 +1,5 @@
 """Attention sinks, computed from the log-sum-exp (techniques/attention_sinks.py). A sink is one more key of each head,
-with a trained score and value 0, in the softmax over all keys.
-Shapes: B batch, S tokens, H query heads, K head_dim."""
+with a trained score and value 0, in the softmax over all keys. B batch, S tokens, H query heads, K head_dim."""
 
 import torch
 from torch import Tensor

@@ -166,11 +166,11 @@ def to_int8(x_MK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _int8(left_MK: Tensor, right_NK: Tensor) -> Tensor:
-    """Return the INT8 product. On CUDA, torch._int_mm (private) needs M above 16 and a multiple of 8 as K, so the
-    operands are padded with zeros. N is a side of a converted weight, and therefore a multiple of 8."""
+    """Return the INT8 product of operands padded with zeros: on CUDA, torch._int_mm (private) needs M above 16 and a
+    multiple of 8 as K; some CPUs return 0 for K = 1 (2.11). N is a side of a converted weight: a multiple of 8."""
     (left, left_scales), (right, right_scales) = map(to_int8, (left_MK, right_NK))
     rows, columns = max(17 - len(left), 0), -left.shape[1] % 8
-    if left.is_cuda and (rows or columns):
+    if rows or columns:
         left, right = F.pad(left, (0, columns, 0, rows)), F.pad(right, (0, columns))
     sums = torch._int_mm(left.contiguous(), right.contiguous().t())[: len(left_MK)]
     return (sums * left_scales * right_scales.t()).to(left_MK.dtype)

@@ -160,13 +160,13 @@ def _wrong_forward(block: nn.Module, model: Model) -> dict[str, str]:
 def load_own(place: str | Parts) -> Parts:
     """Return the Own object at `place`, FILE.py:NAME. A Parts object is returned unchanged; "" gives default parts.
     sys.path does not change. Raises ConfigError with one line if the file cannot be read or run, or has no NAME."""
+    if _LOADED_NOW:
+        problem = 'calls titanlite while it is loaded; put its calls under `if __name__ == "__main__":`'
+        raise ConfigError([f"--own {min(_LOADED_NOW)}: {problem}"])
     if not place or isinstance(place, Parts):
         return place or Parts()
     file, _, name = place.rpartition(":")
     path = Path(os.path.expanduser(file)).absolute()
-    if path in _LOADED_NOW:
-        problem = 'calls titanlite while it is loaded; put its calls under `if __name__ == "__main__":`'
-        raise ConfigError([f"--own {place}: {problem}"])
     module = sys.modules[f"own_{path.stem}"] = types.ModuleType(f"own_{path.stem}")
     module.__file__ = str(path)
     try:

@@ -17,6 +17,7 @@ from titanlite.techniques import offloaded_adam
 from titanlite.techniques.moe import counts, router
 from titanlite.tools.parity.training_run import TrainingRun
 from titanlite.tools.plan.expert_load import even_shares
+from titanlite.torch_workarounds import NothingToReduce
 from verification.null_cuda.device import Device, count
 from verification.null_cuda.races import Accesses, Race, races
 
@@ -67,8 +68,12 @@ def find_races(job: config.Config, steps: int, injected: str) -> list[Race]:
 
 
 def _forget_the_stream() -> Any:
-    """The allocator is not told that another stream reads the buffer of gradients that nobody reduces."""
-    return mock.patch.object(Tensor, "record_stream")
+    """The buffer of gradients that nobody reduces is freed while another stream reads it."""
+
+    def release() -> None:
+        NothingToReduce.kept = None
+
+    return mock.patch.object(NothingToReduce, "release", staticmethod(release))
 
 
 def _do_not_wait_for_the_ring() -> Any:

@@ -203,6 +203,17 @@ def test_tolerance_takes_no_other_precision(option: str, capsys):
     assert "--tolerance" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("dtype", "param", "compared"),
+    [("float32", "auto", "bfloat16"), ("float64", "auto", "float64"), ("float32", "float32", "float32")],
+)
+def test_tolerance_is_of_the_precision_that_a_gpu_computes_in(monkeypatch, dtype: str, param: str, compared: str):
+    asked = []
+    monkeypatch.setattr(command, "_compare", lambda loaded, arguments, launched: asked.append(arguments.dtype))
+    command.main(["debug", "--tolerance", f"--training.dtype={dtype}", f"--training.mixed_precision_param={param}"])
+    assert asked == [compared]
+
+
 @pytest.mark.nightly
 def test_the_precision_of_a_config_is_compared():
     status, output, _ = run_command("debug_tp", "--tolerance", "--steps=1", "--training.mixed_precision_param=bfloat16")

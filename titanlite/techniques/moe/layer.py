@@ -41,8 +41,7 @@ class MixtureOfExperts(nn.Module):
         x_MD = _Spread.apply(x_ND, order_M, row_M, operators)
         scores_M = Permute.apply(scores_NK.flatten(), order_M, row_M)
         shared_ND = None if self.shared is None else self.shared(x_ND)
-        anchor = scores_M if scores_M.requires_grad else next(self.experts.adapters.parameters(), scores_M)
-        kept = Keep.apply(anchor, order_M)
+        kept = Keep.apply(scores_M, order_M)
         out_ND = _Collect.apply(self.compute(x_MD, scores_M, counts_E), row_M.view_as(experts_NK), kept, operators)
         return out_ND if shared_ND is None else out_ND + shared_ND
 

@@ -39,6 +39,7 @@ class Router(nn.Module):
         wide = torch.promote_types(x_ND.dtype, torch.float32)
         logits_NE = F.linear(x_ND.to(wide), *(weight.to(wide) for weight in self.local_weights()))
         scores_NE = logits_NE.sigmoid() if self.moe.score_function == "sigmoid" else logits_NE.softmax(-1)
+        scores_NE.requires_grad_(torch.is_grad_enabled())  # LoRA's frozen routers need a backward, too
         chosen_by_NE = scores_NE.detach()
         experts_NK = self.choose(chosen_by_NE if self.balance_bias is None else chosen_by_NE + self.balance_bias)
         counts_E = _count(experts_NK, self.n_experts)

@@ -72,8 +72,8 @@ def main(argv: list[str]) -> int:
     if arguments.tolerance:
         if arguments.all or arguments.dtype:
             raise ConfigError(["command line: --tolerance takes the config's precision: leave out --all and --dtype"])
-        param = loaded.config.training.mixed_precision_param
-        arguments.dtype = param if param != "auto" else "bfloat16"  # the precision that "auto" is on a GPU
+        dtype, param = loaded.config.training.dtype, loaded.config.training.mixed_precision_param
+        arguments.dtype = {"auto": "bfloat16" if dtype == "float32" else dtype}.get(param, param)  # a GPU's precision
     arguments.dtype = arguments.dtype or "float64"
     if arguments.all:
         return _compare_all(config_arguments, own, arguments)
