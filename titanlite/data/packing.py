@@ -1,5 +1,5 @@
 """Sequence packing: documents end to end, split into packed sequences with a global index. Packed sequence i is the
-tokens [i T, i T + T] of a flat array, so one number is the position of a run in its data."""
+tokens i T to i T + T of a flat array, so the index of the next sequence is the position of a run in its data."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol

@@ -183,8 +183,8 @@ def check_size(path: Path, expected: int) -> None:
 
 
 def read_record(file: Path, kind: type[_Record]) -> _Record:
-    """Return the record in a file. Raises FileNotFoundError without a file, ConfigError if the file or its folder is
-    untrusted, and DamagedShardError for other content or a wrong checksum."""
+    """Return the object, of type `kind`, in a JSON file. Raises FileNotFoundError without a file, ConfigError if the
+    file or its folder is untrusted, and DamagedShardError for other content or a wrong checksum."""
     if not stat.S_ISDIR(check_folder_trusted(file.parent).st_mode):
         raise DamagedShardError("it is not a folder")
     if (size := regular_file(file)) > LARGEST_INDEX:

@@ -45,7 +45,7 @@ def config_files(
     changed = {key for key in {**before, **after} if before.get(key) != after.get(key)}
     if "max_position_embeddings" in changed and after["rope_scaling"]:
         changed.add("rope_scaling")  # rope_scaling may take its original context length from max_position_embeddings
-    if released["model_type"] not in FAMILIES:  # transformers loads kimi_k2 as deepseek_v3
+    if released["model_type"] not in FAMILIES:  # kimi_k2, which transformers loads as deepseek_v3
         changed.add("model_type")
     if "model_type" in changed:  # the new type has other defaults for missing keys
         changed |= after.keys() - released.keys()

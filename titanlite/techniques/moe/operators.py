@@ -11,12 +11,12 @@ from torch import Tensor
 
 
 def spread(x_ND: Tensor, order_M: Tensor, n_per_token: int) -> Tensor:
-    """Copy each token to the rows of its experts, [M, D]. `order_M`: the index of each row's pair."""
+    """Copy each token to the rows of its experts, [M, D]. `order_M`: index of each row's (token, expert) pair."""
     return x_ND[order_M // n_per_token]
 
 
 def collect(y_MD: Tensor, row_NK: Tensor) -> Tensor:
-    """Sum the rows of each token's experts, [N, D]. `row_NK`: the index of each pair's row."""
+    """Sum the rows of each token's experts, [N, D]. `row_NK`: the row of each (token, expert) pair."""
     return y_MD[row_NK].sum(1)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 LARGEST_ALLOWED = 0.25  # above this allowed relative distance, a tensor has no meaningful ratio
 COARSE = 0.5  # relative distance from which tensors that agree count as coarse: half or twice the tensor is as far
-SMALL_FACTOR = 1.01  # a ratio nearer to 1 is described as a difference, unless a known quantity explains it
+SMALL_FACTOR = 1.01  # the report shows a ratio nearer to 1 as a difference, unless it is a known factor's
 
 
 class Row(NamedTuple):

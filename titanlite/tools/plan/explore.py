@@ -34,7 +34,7 @@ MODE, WORKERS = r"(none|full|selective( \w+)?)", 4
 AXIS = rf"({'|'.join(DEGREES)}|batch)=[1-9]\d*(,[1-9]\d*)*|ac={MODE}(,{MODE})*|device=.+"
 
 Entries = dict[str, dict[str, Any]]  # JSON data of each layout on the page, by the values of all axes joined with "|"
-Chain = dict[int, dict[str, LoadedConfig[Config]]]  # configs of the same layout and AC, by batch, by key of Entries
+Chain = dict[int, dict[str, LoadedConfig[Config]]]  # configs by batch and by key of Entries
 
 
 def make_axes(config: Config, texts: list[str]) -> dict[str, list[Any]]:
