@@ -60,7 +60,7 @@ class Search:
     def __init__(self, task: Task):
         self.task, self.baseline = task, heuristic_baseline(task)  # baseline: degrees of the heuristic baseline
         self.planned: list[PlannedLayout] = []  # candidates planned so far, including failed plans
-        self.rejected: dict[Mesh, str] = {}  # by mesh: why its first candidate was rejected
+        self.rejected: dict[Mesh, str] = {}  # the reason of each mesh's first rejection
         self._open = set(candidates(task))
         self.interrupted = False  # whether Ctrl-C ended the search early
 
