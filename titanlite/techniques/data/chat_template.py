@@ -229,8 +229,7 @@ class ChatTemplate:
         prompt = self._render(messages, tools, add_generation_prompt=True).removeprefix(through)
         if prompt and prompt in through:
             return through[: through.rindex(prompt) + len(prompt)]
-        other = self._render([*messages[:-1], {"role": "assistant", "content": END}], tools)
-        return _common(through, other)
+        return _common(through, self._render([*messages[:-1], {"role": "assistant", "content": END}], tools))
 
     def _conversation(self, regions: Regions) -> Conversation:
         conversation = Conversation("".join(self._read(text) for text, _ in regions))
