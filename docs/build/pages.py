@@ -274,7 +274,7 @@ def support_page() -> str:
             '(`pytest -m nightly`). `pytest tests/parallel/test_layouts.py -k "cp and tp"` runs the cases that have '
             "both names. To verify a config of your own, run `titanlite parity CONFIG.toml`. What is unsupported, and "
             "why: [parallelism](../parallelism.md#unsupported), [memory and speed](../memory.md#unsupported). What "
-            "has run on GPUs: [nothing yet](../benchmarks.md#what-has-run-on-gpus-and-what-has-not)."
+            "has run on GPUs: [one H200](../benchmarks.md#on-one-h200)."
         ),
     ]
     for title, (cases, nightly) in tables().items():

@@ -247,16 +247,16 @@ VERSIONS = [
 ]  # fmt: skip
 
 NOT_TESTED = """\
-- **GPUs.** Nothing has run on a GPU: neither NCCL nor the kernels of flash attention,
-  cuDNN or float8, and no speed and no loss curve on a GPU is known. titanlite runs with torch's
-  CUDA build on a null CUDA, which replaces the CUDA driver and libraries: the null CUDA computes
-  nothing, but shows which kernels are launched, memory, waits and the order of streams.
+- **Several GPUs.** One GPU has run, for a [quarter of an hour](benchmarks.md#on-one-h200): NCCL only among ranks that
+  shared it. titanlite runs with torch's CUDA build on a null CUDA, which replaces the CUDA driver
+  and libraries: the null CUDA computes nothing, but shows which kernels are launched, memory, waits
+  and the order of streams.
 - **Many ranks.** titanlite has not run with more than 64 real processes, with more than two nodes,
   or on nodes with a real network. Figures for 16,384 ranks were measured by calling the functions
   that a rank would call, [without starting the ranks](../benchmarks/NOTEBOOK.md#many-ranks).
 - **Long curves.** The longest run, of a million steps, trains a model of 4,600 parameters. The
   longest curve of a model that learns has 2,000 steps.
-- **NFS, Lustre and object stores**, and the network to the Hugging Face hub.
+- **NFS, Lustre and object stores**, and the Hugging Face hub, from which no run has read.
 - **Python 3.14**, Windows and macOS.
 - **Layouts compiled with inductor.** The tests compile with the backend `aot_eager`; inductor runs
   on the null CUDA, which computes no numbers to compare.

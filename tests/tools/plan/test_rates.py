@@ -43,6 +43,18 @@ def test_a_device_has_shares_of_its_own():
     assert reached(DEVICES["gb200"], "gb200").matmul.expected > reached(DEVICES["b200"], "b200").matmul.expected
 
 
+def test_the_ranges_of_an_h200_contain_what_was_measured_on_one():
+    """benchmarks/logs/step_trace_h200.log and gpu_session_h200.log, in TFLOP/s and TB/s"""
+    device, shares = DEVICES["h200"], reached(DEVICES["h200"], "h200")
+    for share, peak, rates in [
+        (shares.matmul, device.bf16, (677e12, 800e12)),
+        (shares.matmul_fp8, device.fp8, (1314e12, 1557e12)),
+        (shares.memory, device.memory_bandwidth, (4.185e12,)),
+    ]:
+        assert share.basis("h200") == "measured"
+        assert all(share.low * peak <= rate <= share.high * peak for rate in rates)
+
+
 def test_the_slowest_of_more_devices_is_slower():
     assert slowest_of(1, 0.02) == 1
     assert slowest_of(8, 0.02) == pytest.approx(
