@@ -67,4 +67,5 @@ class OutlierSteps:
         """Restore the counter and the newest norms from a checkpoint. Raises ConfigError for a damaged entry."""
         if saved := parse_part(state, "outliers", Saved | None):
             self.n_skipped, newest = saved.skipped, saved.norms[-self.window :]
-            self._norms.copy_(torch.tensor([torch.nan] * (self.window - len(newest)) + newest, dtype=torch.float64))
+            values = [torch.nan] * (self.window - len(newest)) + newest
+            self._norms.copy_(torch.tensor(values, dtype=torch.float64))

@@ -255,8 +255,7 @@ def _analyzed(source: str) -> tuple[str, bool, frozenset[str]]:
     marked = source
     for tag, text in TAGS.items():
         marked = re.sub(rf"\{{%([-+]?)\s*{tag}\s*([-+]?)%\}}", text, marked)
-    has_generation = bool(re.search(r"\{%[-+]?\s*generation\b", source))
-    return marked, has_generation, frozenset([*KEYS, *re.findall(r"\w+", source)])
+    return marked, bool(re.search(r"\{%[-+]?\s*generation\b", source)), frozenset([*KEYS, *re.findall(r"\w+", source)])
 
 
 def _common(one: str, other: str) -> str:
