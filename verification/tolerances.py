@@ -1,6 +1,8 @@
-"""Measure how far right layouts are apart in low precision: families x layouts x precisions x seeds.
+r"""Measure how far right layouts are apart in low precision: families x layouts x precisions x seeds.
 
     python -m verification.tolerances layouts [--seeds 3] [--steps 1 100] > benchmarks/logs/tolerances.jsonl
+    python -m verification.tolerances layouts --seeds 1 --steps 100 --families Llama experts \
+        --layouts "FSDP 2" "TP 2" "EP 2" --precisions float32 bfloat16 > benchmarks/logs/tolerances_100_steps.jsonl
     python -m verification.tolerances sizes [--seeds 3] >> benchmarks/logs/tolerances.jsonl
     python -m verification.tolerances experts >> benchmarks/logs/tolerances.jsonl
     python -m verification.tolerances table benchmarks/logs/tolerances.jsonl
@@ -99,9 +101,12 @@ def distances(trace: Trace, reference: Trace, step: int) -> dict[str, float]:
     return {what: relative([(trace[each], reference[each]) for each in names]) for what, names in groups.items()}
 
 
-def measure_layouts(seeds: int, all_steps: list[int]) -> Iterator[dict[str, Any]]:
-    for steps, family, precision in itertools.product(all_steps, FAMILIES, PRECISIONS):
-        for name, degrees in LAYOUTS.items():
+def measure_layouts(
+    seeds: int, all_steps: list[int], families: list[str], layouts: list[str], precisions: list[str]
+) -> Iterator[dict[str, Any]]:
+    for steps, family, precision in itertools.product(all_steps, families, precisions):
+        for name in layouts:
+            degrees = LAYOUTS[name]
             if "expert_parallel" in degrees and family != "experts":
                 continue
             arguments = FAMILIES[family], degrees, PRECISIONS[precision]
@@ -181,7 +186,8 @@ def table(path: Path) -> str:
     for key, some in grouped(rows, "precision", "n_layers", "dim", "seq_len").items():
         lines.append(f"| {' | '.join(map(str, key))} | {median(some, 'rounding', 'gradients') / UNIT[key[0]]:.2g} |")
     experts = [row for row in rows if "losses" in row]
-    lines += ["", f"| precision | seed | {' | '.join(experts[0]['losses'])} |", "| --- " * 7 + "|"]
+    for row in experts[:1]:
+        lines += ["", f"| precision | seed | {' | '.join(row['losses'])} |", "| --- " * 7 + "|"]
     for row in experts:
         losses = " | ".join(f"{loss:.7f}" for loss in row["losses"].values())
         lines.append(f"| {row['precision']} | {row['seed']} | {losses} |")
@@ -194,12 +200,17 @@ def main() -> None:
     parser.add_argument("log", type=Path, nargs="?")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, nargs="+", default=[1, 100])
+    some = {"families": FAMILIES, "layouts": LAYOUTS, "precisions": PRECISIONS}
+    for name, known in some.items():
+        parser.add_argument(f"--{name}", nargs="+", choices=known, default=[*known], help="taken by layouts")
     arguments = parser.parse_args()
     if arguments.what == "table":
         print(table(arguments.log))
         return
     rows = {
-        "layouts": lambda: measure_layouts(arguments.seeds, arguments.steps),
+        "layouts": lambda: measure_layouts(
+            arguments.seeds, arguments.steps, *(getattr(arguments, name) for name in some)
+        ),
         "sizes": lambda: measure_sizes(arguments.seeds),
         "experts": measure_experts,
     }

@@ -81,8 +81,7 @@ def average(places: Sequence[Path]) -> None:
     out, folders = places[0] if places else Path(), [path for place in places[1:] for path in step_folders(place)]
     if len({path.resolve() for path in folders}) < max(2, len(folders)):
         found = ", ".join(map(str, folders)) or "none"
-        problem = f"checkpoint average OUT FOLDER ...: expected two or more different checkpoints, not {found}"
-        raise ConfigError([problem])
+        raise ConfigError([f"checkpoint average OUT FOLDER: expected two or more different checkpoints, not {found}"])
     readers = sorted(map(CheckpointReader, folders), key=lambda reader: reader.state["step"])
     shapes = [{name: shape for name, shape in each.shapes.items() if name.startswith("model.")} for each in readers]
     if adapters := [each.path for each in readers if each.state["identity"].get("lora.rank")]:

@@ -37,18 +37,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dataset", required=True, metavar="NAME", help="as training.dataset")
     parser.add_argument("--dataset-path", metavar="PATH", help="file, folder, glob or name on the hub")
     parser.add_argument("--split", dest="dataset_split", metavar="NAME", help="split of a hub dataset (default: train)")
-    text = "tokens of a sequence (default: the run's, or 2048)"
-    parser.add_argument("--seq-len", type=count(), metavar="N", help=text)
+    parser.add_argument(
+        "--seq-len", type=count(), metavar="N", help="tokens of a sequence (default: the run's or 2048)"
+    )
     text = "sequences at a time (default: 8)"
     parser.add_argument("--batch-size", dest="local_batch_size", type=count(), metavar="B", help=text)
     parser.add_argument("--document-mask", action="store_const", const="true", help="attend only within a document")
     arguments, overrides = parser.parse_known_args(argv)
     readable = [f"--training.{key}" for key in MORE_OPTIONS]
     for before, override in itertools.pairwise(["", *overrides]):
-        is_value = before in readable and not override.startswith("--")
-        if not is_value and override.partition("=")[0] not in readable:
-            problem = f"command line: {override}: expected one of {', '.join(readable)}"
-            raise ConfigError([f"{problem}; --help tells more"])
+        if not (before in readable and not override.startswith("--")) and override.partition("=")[0] not in readable:
+            raise ConfigError([f"command line: {override}: expected one of {', '.join(readable)}; --help tells more"])
     import torch  # late import: --help and wrong arguments need not wait
 
     from titanlite.launch.process_group import options_of_run, process_group

@@ -39,12 +39,10 @@ def main(argv: list[str]) -> int:
     parser = Parser(usage, __doc__)
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a step-N folder, or the folder of several")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
-    text = "dtype of written weights (default: the source's, or the checkpoint's)"
-    parser.add_argument("--dtype", choices=DTYPES, help=text)
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: the source's, or the checkpoint's)")
     parser.add_argument("--ema", action="store_true", help="write the average of the weights (ema.decay) instead")
     parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="a tokenizer.json, or the folder with it")
-    text = "folder of the model that the run started from; none: a new config.json"
-    parser.add_argument("--source", metavar="FOLDER", help=text)
+    parser.add_argument("--source", metavar="FOLDER", help="the model that the run began with; none: a new config.json")
     parser.add_argument("--max-seq-len", type=count(), metavar="N", help="positions that config.json states")
     parser.add_argument("--merge", action="store_true", help="merge adapters (LoRA) into their base")
     parser.add_argument("--verify", action="store_true", help="compare the folder with the checkpoint")

@@ -1,7 +1,9 @@
 """Fingerprints of a layout are those of a single process; `titanlite diff` names the first tensor that differs."""
 
+import functools
 import math
 import re
+import shutil
 from pathlib import Path
 from typing import Any, get_args
 from unittest import mock
@@ -24,6 +26,7 @@ from titanlite.tools.diff import compare
 from titanlite.tools.diff.compare import compare_runs, constant_ratio
 from titanlite.tools.diff.computation import GRADIENT_NORM, inputs_of_entries
 from titanlite.tools.diff.report import quantities
+from titanlite.tools.parity.reference import RandomSequences
 from verification.mutants.table import MUTANTS
 
 FINGERPRINTS = {"debug__fingerprint_freq": 1}
@@ -138,8 +141,9 @@ def runs_of(
 def test_fingerprints_of_a_layout_are_those_of_a_single_process(ranks, tmp_path, name: str):
     reference, layout = runs_of(ranks, tmp_path, *SOME[name])
     for step in (1, 2):
-        (described, a), (_, b) = file.read(reference, step), file.read(layout, step)
+        (described, a), (of_layout, b) = file.read(reference, step), file.read(layout, step)
         assert a.keys() == b.keys()
+        assert described.sequences == of_layout.sequences != [0] * N_PRODUCTS
         assert {phase for phase, *_ in map(str.split, a)} == {"input", "forward", "backward", "gradient", "update"}
         # AdamW turns rounding of some gradients into steps of lr = 1e-2.
         assert max(distance(a[each], b[each]) for each in a) < 1e-10
@@ -234,6 +238,48 @@ def test_a_bug_is_named(ranks, tmp_path, capsys, options: dict[str, Any], bug: A
     assert first.name in (tmp_path / "page.html").read_text()
     assert run_command("diff", [str(reference), str(reference)]) == 0
     assert "equal: " in capsys.readouterr().out
+
+
+SAME, OTHERS = "the same, in another order or on other ranks", "not the same"
+ORDERS = {
+    "swapped": (lambda n: n ^ 1, SAME),
+    "another batch": (lambda n: n + 64, OTHERS),
+    "one sequence twice": (lambda n: max(n, 1), OTHERS),
+}
+"""Functions that return which sequence is put into a place of a batch, and what the report says of the sequences."""
+
+
+def _in_order(order: str, rank: int) -> Any:
+    real, (index_of, _) = RandomSequences.__getitem__, ORDERS[order]
+    return mock.patch.object(RandomSequences, "__getitem__", lambda own, n: real(own, index_of(n)))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_sequences_in_another_order_are_told_from_others(ranks, tmp_path, capsys, order: str):
+    options = {"context_parallel_degree": 2, "data_parallel_shard_degree": 2}
+    folders = runs_of(ranks, tmp_path, 4, options, functools.partial(_in_order, order), steps=1)
+    assert run_command("diff", list(map(str, folders))) == 1
+    printed = capsys.readouterr().out
+    assert "DIFFERENT: first in step 1, input: tokens" in printed
+    assert f"the sequences of step 1 are {ORDERS[order][1]}\n" in printed
+
+
+def test_options_that_differ_are_printed(two_runs, tmp_path, capsys):
+    copies = [Path(shutil.copytree(each, tmp_path / each.name)) for each in two_runs]
+    assert run_command("diff", list(map(str, copies))) == 0
+    assert " | " not in capsys.readouterr().out  # the runs have saved no config
+    jobs = [resolve(tmp_path, 1, {"job__dump_folder": each, "job__description": each.name}) for each in copies]
+    for folder, job in zip(copies, jobs, strict=True):
+        (folder / "config.toml").write_text(job.toml())
+    run_command("diff", list(map(str, copies)))
+    assert " | " not in capsys.readouterr().out
+    (copies[1] / "config.toml").write_text(jobs[1].replace(debug__seed=43, optimizer__lr=0.5).toml())
+    run_command("diff", list(map(str, copies)))
+    assert ")\noptimizer.lr: 0.01 | 0.5\ndebug.seed: 42 | 43\n\nrelative distance" in capsys.readouterr().out
+    (copies[1] / "config.toml").write_text("[job]\nfolder = 1\n")
+    assert run_command("diff", list(map(str, copies))) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "config.toml: job.folder" in line
 
 
 LOW_PRECISION = {

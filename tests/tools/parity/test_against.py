@@ -134,9 +134,12 @@ def take_step(
     names: str = "llama",
     without: tuple[str, ...] = (),
     n_tokens: int = 0,
+    z_loss: float = 0.0,
+    stated_z_loss: float | None = None,
 ) -> Path:
     """Take a step as another program would, and write its folder. `factor` multiplies the loss; `n_means`: it is a mean
-    over as many means; `change` changes the gradients; with `n_tokens` the batch is one sequence."""
+    over as many means; `change` changes the gradients; with `n_tokens` the batch is one sequence. `z_loss` is a weight,
+    and `stated_z_loss` that of step.json."""
     dtype, compute_dtype = getattr(torch, weights), getattr(torch, compute or weights)
     before = {name: each.to(dtype) for name, each in initial_weights().items()}
     parameters = {name: each.clone().requires_grad_() for name, each in before.items()}
@@ -154,7 +157,9 @@ def take_step(
         loss = (losses.view(n_means, -1).sum(1) / valid).mean()
     else:
         loss = losses.sum() / (targets != -100).sum()
-    (loss * factor).backward()
+    valid = targets != -100
+    z = (wide.logsumexp(-1).square() * valid).sum() / valid.sum()
+    (loss * factor + z_loss * z).backward()
     gradients = {name: parameter.grad for name, parameter in parameters.items()}
     if change:
         change(gradients)
@@ -172,6 +177,7 @@ def take_step(
         "degrees": degrees or {},
         "loss": loss.item(),
         "gradient_norm": norm * norm_factor,
+        "z_loss_weight": stated_z_loss,
     }
     results = {"gradients": gradients if after_clipping else written, "weights_after": parameters}
     tensors = {"weights": before, **{name: each for name, each in results.items() if name not in without}}
@@ -223,6 +229,8 @@ def verdict(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, list
         {"weights": "float32", "without": ("gradients",)},
         {"weights": "bfloat16", "without": ("gradients", "weights_after")},
         {"weights": "float64", "change": lambda gradients: gradients[NORM].mul_(1 + 5e-11)},  # of a 15th of the norm
+        {"weights": "float64", "z_loss": 1e-4, "stated_z_loss": 1e-4},
+        {"weights": "float32", "compute": "bfloat16", "documents": True, "z_loss": 1e-2, "stated_z_loss": 1e-2},
         {"weights": "float32", "n_tokens": 1024, "theta": 1.5},  # whose angles are large: in float32 they lose digits
     ],
     ids=str,
@@ -281,6 +289,12 @@ def test_a_ratio_is_named(factor: float, degrees: dict[str, int], line: str, dty
             {"n_means": 8, "without": ("gradients", "weights_after")},
             "loss are those of a mean over 8 sequences, each a mean over its own tokens",
         ),
+        (
+            {"z_loss": 2.5e-5, "stated_z_loss": 1e-4, "degrees": {"accumulation_steps": 4}},
+            "gradients are right, except that the z-loss is 4.0 x too small: accumulation steps = 4",
+        ),
+        ({"stated_z_loss": 1e-4}, "gradients are right, except that they lack the z-loss"),
+        ({"z_loss": 1e-4}, "gradients are different, and not by a factor; the most: gradient norm.weight, by "),
         ({"after_clipping": True}, "gradients are 5.13916 x too small: gradient norm / max_norm = 5.13916"),
         (
             {"norm_factor": math.sqrt(0.5), "degrees": {"dp": 2}},
@@ -561,6 +575,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a long program": (in_json(STEP, program="x" * 1001), "step.json: program: String should have at most 1000"),
     "least loss scale": (in_json(STEP, degrees={"loss_scale": 5e-324}), "step.json: degrees.loss_scale: Input should"),
     "largest loss scale": (in_json(STEP, degrees={"loss_scale": 1e308}), "step.json: degrees.loss_scale: Input should"),
+    "a negative z-loss": (in_json(STEP, z_loss_weight=-1.0), "step.json: z_loss_weight: Input should be greater"),
     "a pipe": (lambda f: (f / AFTER).unlink() or os.mkfifo(f / AFTER), "weights_after.safetensors: no such file"),
     "a folder": (lambda f: (f / GRADIENTS).unlink() or (f / GRADIENTS).mkdir(), "gradients.safetensors: expected the"),
     "a broken link": (

@@ -229,8 +229,7 @@ class ChatTemplate:
         prompt = self._render(messages, tools, add_generation_prompt=True).removeprefix(through)
         if prompt and prompt in through:
             return through[: through.rindex(prompt) + len(prompt)]
-        other = self._render([*messages[:-1], {"role": "assistant", "content": END}], tools)
-        return _common(through, other)
+        return _common(through, self._render([*messages[:-1], {"role": "assistant", "content": END}], tools))
 
     def _conversation(self, regions: Regions) -> Conversation:
         conversation = Conversation("".join(self._read(text) for text, _ in regions))
@@ -256,8 +255,7 @@ def _analyzed(source: str) -> tuple[str, bool, frozenset[str]]:
     marked = source
     for tag, text in TAGS.items():
         marked = re.sub(rf"\{{%([-+]?)\s*{tag}\s*([-+]?)%\}}", text, marked)
-    has_generation = bool(re.search(r"\{%[-+]?\s*generation\b", source))
-    return marked, has_generation, frozenset([*KEYS, *re.findall(r"\w+", source)])
+    return marked, bool(re.search(r"\{%[-+]?\s*generation\b", source)), frozenset([*KEYS, *re.findall(r"\w+", source)])
 
 
 def _common(one: str, other: str) -> str:

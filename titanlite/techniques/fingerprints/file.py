@@ -21,7 +21,7 @@ from titanlite.config.hf.values import read_json_object
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.regular_file import read_file
 from titanlite.files.durable import Int63, Record, parse, replace_file
-from titanlite.techniques.fingerprints.sketch import SIZE
+from titanlite.techniques.fingerprints.sketch import N_PRODUCTS, SIZE
 
 FOLDER = "fingerprints"
 KEY = "titanlite.fingerprints"  # metadata key of the file's Description, as JSON
@@ -43,6 +43,8 @@ class Description(Record):
     state_dtype: Dtype  # type of the optimizer states
     counts: Annotated[dict[Name, Number], Field(max_length=40)]
     """Factors by which a wrong layout could scale gradients: degrees of parallelism, and numbers of tokens."""
+    sequences: list[Annotated[int, Field(ge=-(2**53), le=2**53)]] = Field(default_factory=list, max_length=N_PRODUCTS)
+    """A hash of the global batch that does not depend on the order of its sequences; empty: unknown."""
 
 
 def write(folder: Path, description: Description, fingerprints: Mapping[str, Tensor]) -> None:

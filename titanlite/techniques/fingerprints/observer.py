@@ -123,7 +123,10 @@ class Fingerprints(Observer):
                 self._add_tensor("gradient", name, parameter.grad)
         contributes = self.train_step.contributes_loss  # true on one of the ranks with the same tokens
         for call, batch in enumerate(batches):
-            rows = self.place.rows(batch.tokens.numel(), call, sequence_parallel=False)
+            rows = self.place.rows(batch.tokens.numel(), call, sequence_parallel=False).to(batch.tokens.device)
+            # The signs of each (position, token, target) add up to the same sum in any order of the sequences.
+            kinds = (rows % self.place.seq_len << 40) + (batch.tokens.flatten() << 20) + batch.targets.flatten()
+            self._add("sequences", fingerprint("sequences", torch.ones_like(kinds)[:, None], kinds) * contributes)
             for name, column in (("tokens", batch.tokens), ("targets", batch.targets)):
                 self._add(f"input {name}", fingerprint(name, column.reshape(-1, 1), rows) * contributes)
         valid = count_valid([batch.targets for batch in batches], loss_sum.device) * contributes
@@ -131,9 +134,10 @@ class Fingerprints(Observer):
         self._full |= self._summed(self._entries)
         loss, n_valid, *_ = self._full.pop("loss")
         self._full["forward loss"] = scaled(loss.new_ones(SIZE), loss / n_valid)
+        sequences = [int(each) for each in self._full.pop("sequences")[1:].tolist()]
         counts = {"valid tokens": n_valid.item(), "accumulation steps": len(batches)}
         counts = {name: count for name, count in (self.description.counts | counts).items() if count}
-        self.description = self.description.model_copy(update={"step": step, "counts": counts})
+        self.description = self.description.model_copy(update={"step": step, "counts": counts, "sequences": sequences})
         self._write()
         self._awaits_update = True
 
@@ -176,8 +180,7 @@ class Fingerprints(Observer):
         offset, size = shard_slice(tensor)
         rows = rows_of_slice(offset, size, tensor.shape)
         matrix = local_shard(tensor.detach()).reshape(len(rows), size[-1])  # an empty shard has 0 rows
-        coverage = matrix.numel() / tensor.numel()
-        self._add(f"{phase} {name}", fingerprint(name, matrix, rows, offset[-1]), coverage)
+        self._add(f"{phase} {name}", fingerprint(name, matrix, rows, offset[-1]), matrix.numel() / tensor.numel())
 
     def _add(self, entry: str, own: Tensor, coverage: float = 0.0) -> None:
         own = torch.cat([own, own.new_full((1,), coverage)]).to(self.train_step.device)
@@ -203,7 +206,7 @@ def entries(full_model: Llama) -> tuple[list[str], list[str]]:
     tensors, parameters = [*named_tensors(full_model)], [name for name, _ in full_model.named_parameters()]
     modules = ["tok_embeddings", *(f"layers.{number}" for number in full_model.layers), "norm"]
     states = [f"{name} {key}" for name in parameters for key in STATES]
-    names = ["loss", "input tokens", "input targets", *(f"input {name}" for name in tensors + states)]
+    names = ["loss", "sequences", "input tokens", "input targets", *(f"input {name}" for name in tensors + states)]
     names += [f"{phase} {module}" for phase in ("forward", "backward") for module in modules]
     names += [f"gradient {name}" for name in parameters]
     return names, [f"update {name}" for name in parameters + states]

@@ -51,8 +51,7 @@ class ShardableMixture(MixtureOfExperts):
                 _distribute(self.router, name, tensor, Replicate())
             self.router.local_weights = lambda: [local_weight(weight) for weight in self.router.parameters()]
             for name, layer in self.shared.named_children() if self.shared else ():
-                placement = Shard(1 if name == "w2" else 0)
-                _distribute(layer, "weight", tensor, Replicate() if expert else placement)
+                _distribute(layer, "weight", tensor, Replicate() if expert else Shard(1 if name == "w2" else 0))
                 layer.forward = functools.partial(_local_linear, layer)
             self.router.contributes = is_first  # without EP, all TP ranks route the same tokens: one records the load
             self.forward = functools.partial(_on_own_tokens if expert else _on_all_tokens, self.forward, tensor)

@@ -28,8 +28,7 @@ def parse_options(argv: list[str]) -> Any:
     parser = Parser("titanlite advise --gpus N --model FLAVOR --seq-len TOKENS [options]", __doc__)
     tokens = f"tokens of an optimizer step, at least one sequence (default {TOKENS:,})"
     parser.add_argument("--gpus", type=count(MOST_DEVICES), required=True, help="devices")
-    text = "in titanlite/metrics/devices.toml, or a TOML file (default %(default)s)"
-    parser.add_argument("--device", default="h100", help=text)
+    parser.add_argument("--device", default="h100", help="of titanlite/metrics/devices.toml, or a file (default h100)")
     parser.add_argument("--model", choices=SIZES, required=True, metavar="FLAVOR", help=f"one of {', '.join(SIZES)}")
     parser.add_argument("--seq-len", type=count(), required=True, help="tokens of a sequence")
     parser.add_argument("--global-batch", type=count(MOST_TOKENS), default=TOKENS, help=tokens)

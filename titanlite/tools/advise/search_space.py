@@ -98,8 +98,7 @@ class Candidate(NamedTuple):
 
     def loss_chunks(self, task: Task) -> int:
         """Return the number of chunks of cross-entropy: the default of `training.loss_chunks`."""
-        tokens = self.microbatch * task.seq_len // self.mesh.cp
-        return loss_chunks(tokens, task.model.vocab_size / self.mesh.tp)
+        return loss_chunks(self.microbatch * task.seq_len // self.mesh.cp, task.model.vocab_size / self.mesh.tp)
 
     def options(self, task: Task) -> dict[str, dict[str, Any]]:
         """Return the options of a config with this layout that differ from the defaults, by section."""

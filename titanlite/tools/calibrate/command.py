@@ -36,8 +36,7 @@ def main(argv: list[str]) -> int:
     """Run `titanlite calibrate` on torchrun's ranks, or start ranks on this node. Returns the exit status."""
     parser = Parser("titanlite calibrate FILE.toml [--ranks N] [--checkpoint-folder DIR]", __doc__)
     parser.add_argument("file", type=new_file, metavar="FILE.toml", help="the file to write")
-    text = "ranks of this node (default: its GPUs; 1 without any)"
-    parser.add_argument("--ranks", type=count(MOST_RANKS), metavar="N", help=text)
+    parser.add_argument("--ranks", type=count(MOST_RANKS), metavar="N", help="of this node (default: its GPUs, or 1)")
     what = "the folder of a run's checkpoints, to measure how fast they are written"
     parser.add_argument("--checkpoint-folder", type=Path, metavar="DIR", help=what)
     launched = "WORLD_SIZE" in os.environ

@@ -1,9 +1,10 @@
 """Find where two runs first differ, by the fingerprints that debug.fingerprint_freq writes.
 
-Prints the first tensor, in the order of computation, that differs by more than its inputs and the precision explain,
-and the distances of all modules in the tensor's step. The runs may have different layouts, precisions and machines, but
-must have the same model and batches. Exit status: 0 the runs agree; 1 they differ; 2 the runs or some tensors cannot be
-compared, because one run lacks tensors, or rounding would explain even the distance of a wrong tensor.
+Prints the options that differ; the first tensor, in the order of computation, that differs by more than its inputs and
+the precision explain; and the distances of all modules in its step. The runs may have different layouts, precisions and
+machines, but must have the same model and batches. Exit status: 0 the runs agree; 1 they differ; 2 the runs or some
+tensors cannot be compared, because one run lacks tensors, or rounding would explain even the distance of a wrong
+tensor.
 """
 
 from pathlib import Path

@@ -9,6 +9,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from titanlite.config import load
+from titanlite.config.differences import differences, options_by_key, shown
 from titanlite.config.loader import read_toml
 from titanlite.techniques.fingerprints.file import Description
 from titanlite.tools.diff.compare import Entry, Step
@@ -36,9 +38,22 @@ def report(steps: list[Step], a: Path, b: Path) -> Group:
     lines = [f"A: {a}  {_described(shown.descriptions[0])}", f"B: {b}  {_described(shown.descriptions[1])}"]
     lacking = [(run, missing) for run, missing in zip("AB", shown.missing, strict=True) if missing]
     lines += [f"{run} lacks {len(each)} tensors in step {shown.number}: {_some(each)}" for run, each in lacking]
+    of_a, of_b = (description.sequences for description in shown.descriptions)
+    if of_a and of_b and any(each.differs for each in shown.entries if each.name in ("input tokens", "input targets")):
+        said = "the same, in another order or on other ranks" if of_a == of_b else "not the same"
+        lines.append(f"the sequences of step {shown.number} are {said}")
+    lines += changed_options(a, b)
     lines += ["", f"relative distance of A and B in step {shown.number}, the largest of each module"]
     verdict = [Text(line, style=STYLES[status]) for line in verdict_lines(steps)]
     return Group(*map(Text, lines), _table(shown), Text(), *verdict)
+
+
+def changed_options(a: Path, b: Path) -> list[str]:
+    """Return a line for each option, except folders, that differs between the configs that both runs have saved."""
+    files = [str(run / "config.toml") for run in (a, b) if (run / "config.toml").exists()]
+    changed = differences(*(options_by_key(load([file]).config) for file in files)) if len(files) == 2 else {}
+    names = [key for key in changed if not key.endswith("folder") and key != "job.description"]
+    return [f"{key}: {' | '.join(map(shown, changed[key]))}" for key in names]
 
 
 def verdict_lines(steps: list[Step]) -> list[str]:

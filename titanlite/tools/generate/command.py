@@ -50,8 +50,7 @@ def _parser() -> Parser:
     text = "divides the logits (default: 0, always the most likely token)"
     parser.add_argument("--temperature", type=temperature, default=0.0, metavar="T", help=text)
     parser.add_argument("--top-k", type=count(), metavar="K", help="draw from the K most likely tokens")
-    text = "draw from the fewest tokens that together have probability P"
-    parser.add_argument("--top-p", type=top_p, metavar="P", help=text)
+    parser.add_argument("--top-p", type=top_p, metavar="P", help="draw from the fewest tokens of probability P or more")
     seed = number(int, "an integer >= 0", lambda value: value >= 0)
     parser.add_argument("--seed", type=seed, metavar="S", help="of the random choice (default: 42)")
     parser.add_argument("--batch-size", type=count(), default=8, metavar="B", help="prompts at a time (default: 8)")

@@ -20,7 +20,7 @@ from titanlite.build_llama import build_llama
 from titanlite.config.loader import ConfigError, printable
 from titanlite.config.schema import Optimizer
 from titanlite.launch.progress import progress
-from titanlite.loss import IGNORED
+from titanlite.loss import IGNORED, cross_entropy
 from titanlite.model import Documents, Llama
 from titanlite.optimizer import build_adam
 from titanlite.rope import rope_table
@@ -32,6 +32,7 @@ from titanlite.tools.parity.routes import Routes, set_loads, with_balance_loss
 
 CPU = torch.device("cpu")
 CHUNK_LOGITS = 2**26  # largest number of logits in memory at a time (0.5 GiB in float64), unless a sequence has more
+OTHER_TERMS = {"balance_loss": "balance loss", "z_loss_weight": "z-loss"}  # parts of gradients, not of `loss`
 FLOAT64 = Dtypes(weights="float64", compute="float64", reduce="float64")
 Tensors = dict[str, Tensor]
 _scalar = functools.partial(torch.tensor, dtype=torch.float64)
@@ -152,8 +153,8 @@ def _error_of_sum(tensors: Tensors) -> float:
 
 
 def forward_backward(recorded: RecordedStep, dtypes: Dtypes, mean_BT: Tensor | None = None) -> Pass:
-    """Compute the losses and gradients of a recorded step, including gradients of the balance loss. `mean_BT`: each
-    token's weight in the loss; None: 1 / number of valid tokens. Raises ConfigError if a number is NaN or infinite."""
+    """Compute the losses and gradients of a recorded step, including gradients of OTHER_TERMS. `mean_BT`: each token's
+    weight in the loss; None: 1 / number of valid tokens. Raises ConfigError if a number is NaN or infinite."""
     weights, compute, reduce = (getattr(torch, name) for name in (dtypes.weights, dtypes.compute, dtypes.reduce))
     (n_sequences, seq_len), positions_BT = recorded.tokens_BT.shape, recorded.positions_BT
     options = with_balance_loss(recorded.model, recorded.step.balance_loss)
@@ -168,6 +169,7 @@ def forward_backward(recorded: RecordedStep, dtypes: Dtypes, mean_BT: Tensor | N
     if mean_BT is None:
         mean_BT = torch.full((n_sequences, 1), 1 / recorded.n_valid, dtype=torch.float64)
     scale, losses = recorded.step.degrees.loss_scale if compute == torch.float16 else 1.0, []
+    loss = functools.partial(with_z_loss, recorded.step.z_loss_weight) if recorded.step.z_loss_weight else None
     sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
     with progress(f"one step in {dtypes.compute}", total=n_sequences, unit="sequences") as advance:
         n_at_a_time = max(CHUNK_LOGITS // (seq_len * recorded.model.vocab_size), 1)
@@ -177,7 +179,8 @@ def forward_backward(recorded: RecordedStep, dtypes: Dtypes, mean_BT: Tensor | N
             set_loads(model, recorded, part, scale)
             routes.sequences = rows
             masked = () if positions_BT is None else (positions_BT[rows], Documents(positions_BT[rows]))
-            losses.append(token_losses(model, compute, recorded.tokens_BT[rows], recorded.targets_BT[rows], *masked))
+            tokens_BT, targets_BT = recorded.tokens_BT[rows], recorded.targets_BT[rows]
+            losses.append(token_losses(model, compute, tokens_BT, targets_BT, *masked, loss=loss))
             ((losses[-1] * mean_BT[rows]).sum() * scale).backward()
             losses[-1] = losses[-1].detach().double()
             for name, p in model.named_parameters():
@@ -187,9 +190,14 @@ def forward_backward(recorded: RecordedStep, dtypes: Dtypes, mean_BT: Tensor | N
     losses_BT, gradients = torch.cat(losses), {name: p.to(reduce).to(weights).double() for name, p in sums.items()}
     if not (losses_BT.isfinite().all() and _norm(gradients).isfinite()):
         what = f"with compute {dtypes.compute} and loss_scale {scale:g}, the step of {recorded.model.hf_assets_path}"
-        problem = f"{what} has numbers that are NaN or infinite; name the program's own dtypes and loss_scale"
-        raise ConfigError([problem])
+        raise ConfigError([f"{what} has numbers that are NaN or infinite; name the program's dtypes and loss_scale"])
     return Pass(losses_BT, (losses_BT * mean_BT).sum(), gradients, routes)
+
+
+def with_z_loss(weight: float, logits_NV: Tensor, targets_N: Tensor, group: None) -> Tensor:
+    """Return the cross entropy of each token. The gradient is that of its sum with weight * logsumexp(logits)^2."""
+    z_N = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)).logsumexp(-1).square() * weight
+    return cross_entropy(logits_NV, targets_N) + (z_N - z_N.detach()).where(targets_N != IGNORED, 0)
 
 
 def round_angles(model: Llama) -> None:
@@ -230,8 +238,8 @@ def findings(recorded: RecordedStep, groups: dict[str, list[Row]]) -> Iterator[s
         for text, kinds in _other_losses(recorded, groups, kind):
             yield f"{' and '.join(kinds)} are those {text}"
             explained |= {*kinds}
-    if recorded.step.balance_loss and "gradients" in groups and "gradients" not in explained:
-        for text in _other_balance_losses(recorded, groups["gradients"], quantities):
+    for key in [key for key in OTHER_TERMS if getattr(recorded.step, key) and "gradients" in {*groups} - explained]:
+        for text in _other_terms(recorded, groups["gradients"], quantities, key):
             yield f"gradients are right, except that {text}"
             explained.add("gradients")
     for kind, rows in groups.items():
@@ -286,9 +294,9 @@ def _quantities(recorded: RecordedStep) -> dict[str, float]:
     return numbers
 
 
-def _other_balance_losses(recorded: RecordedStep, rows: list[Row], quantities: dict[str, float]) -> Iterator[str]:
-    """Yield a text if a wrong factor on the balance loss explains all differences of the gradients."""
-    step = recorded.step.model_copy(update={"balance_loss": None})
+def _other_terms(recorded: RecordedStep, rows: list[Row], quantities: dict[str, float], key: str) -> Iterator[str]:
+    """Yield a text if a wrong factor on one of OTHER_TERMS explains all differences of the gradients."""
+    step = recorded.step.model_copy(update={key: None})
     without = forward_backward(dataclasses.replace(recorded, step=step), FLOAT64).gradients
     bare = [without[row.name.removeprefix("gradient ")] for row in rows]
     terms = [row.ours - tensor for row, tensor in zip(rows, bare, strict=True)]
@@ -297,9 +305,9 @@ def _other_balance_losses(recorded: RecordedStep, rows: list[Row], quantities: d
     share, precision = inner / square, max(row.allowed * row.ours.norm().item() for row in rows) / math.sqrt(square)
     fits = all(row._replace(ours=x + share * y).equal for row, x, y in zip(rows, bare, terms, strict=True))
     if fits and abs(share) <= precision:
-        yield "they lack the balance loss"
+        yield f"they lack the {OTHER_TERMS[key]}"
     elif fits and share > 0 and abs(share - 1) > precision:
-        yield f"the balance loss is {describe(share, precision, quantities)}"
+        yield f"the {OTHER_TERMS[key]} is {describe(share, precision, quantities)}"
 
 
 def _other_losses(recorded: RecordedStep, groups: dict[str, list[Row]], kind: str) -> Iterator[tuple[str, list[str]]]:

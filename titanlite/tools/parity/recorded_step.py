@@ -88,6 +88,7 @@ class RecordedOptions(Record):
     """Nats per token: the sum of token losses over the number of valid tokens of the global batch."""
     gradient_norm: NotNegative | None = None  # 2-norm over all gradients before clipping
     balance_loss: BalanceLoss | None = None  # None: gradients include no balance loss
+    z_loss_weight: Positive | None = None  # factor of the mean of logsumexp(logits)^2 (arXiv:2204.02311) in gradients
 
 
 @dataclasses.dataclass(frozen=True)

@@ -331,8 +331,7 @@ class CostModel:
         peak = getattr(self.device, work.dtype) or self.device.bf16
         waves = times * math.ceil(m / TILE) * math.ceil(n / TILE) / self.efficiency.multiprocessors
         full = waves / math.ceil(waves)
-        writing = work.written / (self.device.memory_bandwidth * self._memory())
-        return work.flops / (peak * share * full) + writing
+        return work.flops / (peak * share * full) + work.written / (self.device.memory_bandwidth * self._memory())
 
     def _attention_seconds(self, work: Work) -> float:
         """Return the seconds of attention. Its FLOP/s grow with the keys per query, and with the number of query tiles
@@ -373,5 +372,4 @@ class CostModel:
         if name == "all_to_all":  # each rank sends to other nodes over its own network adapter
             remote = (n - n // nodes) / n if nodes > 1 else 0.0
             return latency + max(size * (n - 1) / n / interconnect, size * remote / network)
-        sent = size * (n - 1) / n * (2 if name == "all_reduce" else 1)
-        return latency + sent / bandwidth
+        return latency + size * (n - 1) / n * (2 if name == "all_reduce" else 1) / bandwidth

@@ -67,8 +67,7 @@ def report(plan: Plan, file: str) -> Group:
         parts.append("this is the plan of one replica group; what groups send to each other is not planned")
     measured = plan.device.measured
     if plan.device.kind == "cpu" and measured is None:
-        text = "times on a CPU are rough: its rates are not from a data sheet; titanlite calibrate measures"
-        parts.append(Text(text))
+        parts.append(Text("times on a CPU are rough: no data sheet has its rates; titanlite calibrate measures"))
     if plan.device.kind == "cpu" and measured and measured.ranks != plan.world_size:
         text = f"calibrated with {measured.ranks} ranks, which share the cores: calibrate with {plan.world_size}"
         parts.append(Text(text, style="bold red"))
