@@ -444,6 +444,8 @@ def test_a_run_that_fails_closes_its_metrics(tmp_path: Path, monkeypatch: pytest
         ),
         (np.linspace(0, 1, 17), "float64; expected 17 integers"),
         (np.arange(17) + 300, "own.data: sequence 0 has tokens from 300 to 316; model.vocab_size is 272"),
+        (None, "own.data: sequence 0 has (0,) inputs and (0,) targets, object; expected 17 integers"),
+        (7, "own.data: sequence 0 has (0,) inputs and (0,) targets, int64; expected 17 integers"),
     ],
 )
 def test_wrong_own_data_is_a_line(tmp_path: Path, item: np.ndarray, line: str):
@@ -451,6 +453,13 @@ def test_wrong_own_data_is_a_line(tmp_path: Path, item: np.ndarray, line: str):
     with pytest.raises(ConfigError) as caught:
         titanlite.run(argv, own=Own(data=lambda *arguments: [item] * 8))
     assert line in caught.value.problems[0]
+
+
+@pytest.mark.parametrize("data", [[], None, iter([])], ids=["empty", "None", "an iterator"])
+def test_own_data_without_sequences_is_a_line(tmp_path: Path, data: Any):
+    argv = ["debug", *SMALLEST, f"--job.dump_folder={tmp_path}"]
+    with pytest.raises(ConfigError, match=r"own\.data: (list|NoneType|list_iterator) has no sequences"):
+        titanlite.run(argv, own=Own(data=lambda *arguments: data))
 
 
 class Drawn:

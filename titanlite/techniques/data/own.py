@@ -19,6 +19,8 @@ class OwnSequences:
     def __init__(self, data: Any, training: Training, vocab_size: int, *, pads: bool = False):
         self.data, self.seq_len, self.vocab_size, self.pads = data, training.seq_len, vocab_size, pads
         self.n_sequences = len(data) if hasattr(data, "__len__") else 2**62
+        if not hasattr(data, "__getitem__") or not self.n_sequences:
+            raise ConfigError([f"own.data: {type(data).__name__} has no sequences: it needs data[index], no len of 0"])
 
     def __str__(self) -> str:
         return f"sequences of {type(self.data).__name__}"
@@ -29,7 +31,7 @@ class OwnSequences:
             return Sequence(positions * 0, np.full(self.seq_len, IGNORED), positions)
         item = self.data[index % self.n_sequences]
         if not isinstance(item, Sequence):
-            item = Sequence(np.asarray(item)[:-1], np.asarray(item)[1:], positions)
+            item = Sequence(np.atleast_1d(item)[:-1], np.atleast_1d(item)[1:], positions)
         ids = np.append(item.inputs, item.targets[item.targets != IGNORED])
         if {each.shape for each in item} != {(self.seq_len,)} or ids.dtype.kind not in "iu":
             problem = f"{item.inputs.shape} inputs and {item.targets.shape} targets, {ids.dtype}"

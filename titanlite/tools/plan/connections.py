@@ -28,7 +28,8 @@ def gloo_connections(plan: Plan) -> tuple[int, int]:
     if plan.device.kind == "gpu":  # NCCL serves the mesh's groups; gloo sends tensors in host memory
         groups = [("all", plan.world_size), *(group for group in groups if group[0] == "checkpoint")]
     most = [_connections(name, n, plan.world_size) for name, n in groups]
-    return sum(n - 1 if name == "checkpoint" else m for (name, n), m in zip(groups, most, strict=True)), sum(most)
+    first = [n - 1 if name == "checkpoint" else m for (name, n), m in zip(groups, most, strict=True)]
+    return sum(first), sum(most)
 
 
 def _connections(name: str, n: int, world_size: int) -> int:

@@ -331,7 +331,8 @@ class CostModel:
         peak = getattr(self.device, work.dtype) or self.device.bf16
         waves = times * math.ceil(m / TILE) * math.ceil(n / TILE) / self.efficiency.multiprocessors
         full = waves / math.ceil(waves)
-        return work.flops / (peak * share * full) + work.written / (self.device.memory_bandwidth * self._memory())
+        writing = work.written / (self.device.memory_bandwidth * self._memory())
+        return work.flops / (peak * share * full) + writing
 
     def _attention_seconds(self, work: Work) -> float:
         """Return the seconds of attention. Its FLOP/s grow with the keys per query, and with the number of query tiles
@@ -372,4 +373,5 @@ class CostModel:
         if name == "all_to_all":  # each rank sends to other nodes over its own network adapter
             remote = (n - n // nodes) / n if nodes > 1 else 0.0
             return latency + max(size * (n - 1) / n / interconnect, size * remote / network)
-        return latency + size * (n - 1) / n * (2 if name == "all_reduce" else 1) / bandwidth
+        sent = size * (n - 1) / n * (2 if name == "all_reduce" else 1)
+        return latency + sent / bandwidth

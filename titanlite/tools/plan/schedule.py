@@ -127,4 +127,5 @@ def simulate(
 def pipeline_bubble(spans: list[list[Span]]) -> float:
     """Return the share of time, from 0 to 1, in which ranks are idle until the last rank's last action ends."""
     end = max(span.end for rank in spans for span in rank)
-    return 1 - sum(span.end - span.start for rank in spans for span in rank) / (end * len(spans))
+    busy = sum(span.end - span.start for rank in spans for span in rank)
+    return 1 - busy / (end * len(spans))

@@ -209,7 +209,8 @@ class _PipelineRank:
             return 0
         others = {*range(self.last_stage + 1)} - self.stages.keys()
         output = action.kind in WITH_WEIGHT_GRADIENT and action.stage + 1 in others
-        return (output and schedule != "GPipe") + (action.kind in WITH_INPUT_GRADIENT and action.stage - 1 in others)
+        gradient = action.kind in WITH_INPUT_GRADIENT and action.stage - 1 in others
+        return (output and schedule != "GPipe") + gradient
 
     def _replay(self, action: Action, *, first_backward: bool) -> None:
         """Append an action's memory to the timeline. A stage's first backward allocates its weights' gradients."""
