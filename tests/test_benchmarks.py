@@ -617,8 +617,9 @@ def test_a_gpu_session_shows_planned_and_published_figures_beside_its_own(gpu_se
     lines = page.splitlines()
     own = "10,000 |  | 500.0 | 50.6 | 45.5 | 62.5 | 56.2 | 11,000 | 1.100 | 70.00 | 67.20 | 72.00 | 70.00 |"
     assert f"| 8b-published | done | {own}" in lines
+    # A run that shares the card has memory, but no speed.
     of_shared = next(line for line in lines if line.startswith("| memory-1b |")).split("|")
-    assert [cell.strip() for cell in of_shared[3:-1]] == [""] * 9 + ["70.00", "67.20", "72.00", "70.00"]  # no speed
+    assert [cell.strip() for cell in of_shared[3:-1]] == [""] * 9 + ["70.00", "67.20", "72.00", "70.00"]
     assert any(line.startswith("| KempnerForge, one H200 | published | 10,471 |  | 523.5 |") for line in lines)
     assert any(line.startswith("| 8b-b4-selective-rowwise | done | 12,500 | 1.250 |") for line in lines)
     assert any(line.startswith("| 8b-b4-none | does not fit: out \\| of |") for line in lines)

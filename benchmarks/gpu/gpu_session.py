@@ -8,10 +8,10 @@
 gpu_steps.py has the steps, in order of worth, with sizes for the memory of the card, and the seconds that each is
 expected to take; gpu_wheels.txt and torchtitan_wheels.txt what to install where only torch is (gpu_wheels.py downloads
 it). Each step runs in a process of its own, which is killed at the step's time limit. The folder gets session.log (the
-output of every step as it comes, and the metrics of every training step), trace.json.gz (of the profiler), device.toml
-(of `titanlite calibrate`), recorded.tar (a step for `titanlite parity --against`), state.json (the result of each step,
-by card) and summary.md (tables, rewritten after each step). Consecutive steps that measure no speed, tests among them,
-share the card, as far as there are two cores for each.
+output of every command, once it has ended, and the metrics of training steps), trace.json.gz (of the profiler),
+device.toml (of `titanlite calibrate`), recorded.tar (a step for `titanlite parity --against`), state.json (the result
+of each step, by card) and summary.md (tables, rewritten after each step). Consecutive steps that measure no speed,
+tests among them, share the card, as far as there are two cores for each.
 
 A session may take several calls: a step that is done or has failed is not run again (--retry: those that failed are).
 --seconds N starts a step only if its expected seconds fit into what is left of N, and no limit exceeds that.
@@ -126,7 +126,7 @@ class Session:
     card: str = ""
     """The name of the card that runs, as torch reports it."""
     processes: set[subprocess.Popen] = dataclasses.field(default_factory=set)
-    """Those that run."""
+    """The processes of the steps that run."""
     ended: bool = False
     """Whether this program was asked to end: steps that fail from then on have no result."""
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)

@@ -174,7 +174,8 @@ def test_gradients_of_one_rank_are_kept_until_the_compute_stream_waits_for_the_s
     """fully_shard asks for the input on the compute stream, and for the output on the reduce-scatter stream."""
     compute, other = mock.Mock(), mock.Mock()
     monkeypatch.setattr(torch, "empty", lambda *size, **options: BufferOnADevice())
-    streams = iter([other, compute, other, compute])  # of the two outputs, and of what waits for them
+    # The other stream is current when fully_shard asks for an output, the compute stream when a buffer is released.
+    streams = iter([other, compute, other, compute])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: next(streams))
     reduce_scatter, options = NothingToReduce(), {"dtype": torch.float32, "device": CPU}
     buffer = reduce_scatter.allocate((4,), **options)

@@ -246,7 +246,7 @@ ORDERS = {
     "another batch": (lambda n: n + 64, OTHERS),
     "one sequence twice": (lambda n: max(n, 1), OTHERS),
 }
-"""Functions that return which sequence is put into a place of a batch, and what the report says of the sequences."""
+"""Functions that return which sequence is put into a place of a batch, and what the report says of the tokens."""
 
 
 def _in_order(order: str, rank: int) -> Any:
@@ -261,7 +261,7 @@ def test_sequences_in_another_order_are_told_from_others(ranks, tmp_path, capsys
     assert run_command("diff", list(map(str, folders))) == 1
     printed = capsys.readouterr().out
     assert "DIFFERENT: first in step 1, input: tokens" in printed
-    assert f"the sequences of step 1 are {ORDERS[order][1]}\n" in printed
+    assert f"the tokens of step 1 are {ORDERS[order][1]}\n" in printed
 
 
 def test_options_that_differ_are_printed(two_runs, tmp_path, capsys):

@@ -41,7 +41,7 @@ def report(steps: list[Step], a: Path, b: Path) -> Group:
     of_a, of_b = (description.sequences for description in shown.descriptions)
     if of_a and of_b and any(each.differs for each in shown.entries if each.name in ("input tokens", "input targets")):
         said = "the same, in another order or on other ranks" if of_a == of_b else "not the same"
-        lines.append(f"the sequences of step {shown.number} are {said}")
+        lines.append(f"the tokens of step {shown.number} are {said}")
     lines += changed_options(a, b)
     lines += ["", f"relative distance of A and B in step {shown.number}, the largest of each module"]
     verdict = [Text(line, style=STYLES[status]) for line in verdict_lines(steps)]
