@@ -276,10 +276,13 @@ def test_options_that_differ_are_printed(two_runs, tmp_path, capsys):
     (copies[1] / "config.toml").write_text(jobs[1].replace(debug__seed=43, optimizer__lr=0.5).toml())
     run_command("diff", list(map(str, copies)))
     assert ")\noptimizer.lr: 0.01 | 0.5\ndebug.seed: 42 | 43\n\nrelative distance" in capsys.readouterr().out
-    (copies[1] / "config.toml").write_text("[job]\nfolder = 1\n")
+    (copies[1] / "config.toml").write_text(f"{jobs[1].toml()}\n[option.of.another]\nversion = 1\n")
+    assert run_command("diff", list(map(str, copies))) == 0
+    assert ")\noption.of.another.version: unset | 1\n\nrelative distance" in capsys.readouterr().out
+    (copies[1] / "config.toml").write_text("[job\n")
     assert run_command("diff", list(map(str, copies))) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert "config.toml: job.folder" in line
+    assert "config.toml: not valid TOML" in line
 
 
 LOW_PRECISION = {

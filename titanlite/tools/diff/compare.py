@@ -54,7 +54,7 @@ class Entry(NamedTuple):
     distance: float
     allowed: float
     ratio: float  # the c with B = c A for the tensors A and B of the two runs; 1 if B = A, or B is no multiple of A
-    is_coarse: bool  # whether rounding explains so large a distance that a wrong tensor would not be detected
+    is_coarse: bool  # whether `allowed` is so large that a wrong tensor could go undetected
 
     @property
     def differs(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import tomli_w
 
+from titanlite.config.differences import shown
 from titanlite.config.loader import options_of, printable, read_toml, sections_of, show
 from titanlite.config.rules import DEPENDENT_OPTIONS
 from titanlite.config.schema import Config
@@ -189,12 +190,6 @@ def flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from flat(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
-
-
-def shown(value: Any) -> str:
-    """Return a value in TOML's notation, at most 100 characters of it."""
-    text = printable(show(value))
-    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def hint(key: str) -> str:

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Any, get_args
 
+from titanlite.config.differences import shown
 from titanlite.config.keys import END_LAYERS
 from titanlite.config.loader import show
 from titanlite.config.model_sizes import SIZES
@@ -19,7 +20,6 @@ from titanlite.tools.from_torchtitan.conversion import (
     SAME,
     TAKEN,
     Conversion,
-    shown,
 )
 
 MODEL, FLAVOR, ASSETS = "model.name", "model.flavor", "model.hf_assets_path"

@@ -32,7 +32,7 @@ from titanlite.tools.parity.routes import Routes, set_loads, with_balance_loss
 
 CPU = torch.device("cpu")
 CHUNK_LOGITS = 2**26  # largest number of logits in memory at a time (0.5 GiB in float64), unless a sequence has more
-OTHER_TERMS = {"balance_loss": "balance loss", "z_loss_weight": "z-loss"}  # parts of gradients, not of `loss`
+OTHER_TERMS = {"balance_loss": "balance loss", "z_loss_weight": "z-loss"}  # `loss` excludes them; gradients do not
 FLOAT64 = Dtypes(weights="float64", compute="float64", reduce="float64")
 Tensors = dict[str, Tensor]
 _scalar = functools.partial(torch.tensor, dtype=torch.float64)

@@ -212,10 +212,10 @@ class CostModel:
         return Collective(event.name, axis, seconds, outputs=event.outputs if axis == "ep" else ())
 
     def _beside_products(self, event: Communication, axis: str, ranks: list[int], cost: Cost) -> float:
-        """Count an async TP collective and return the seconds by which it lengthens the products that it overlaps. An
-        all-gather copies this rank's chunk to symmetric memory, and each other rank's chunk before the chunk's product.
-        A reduce-scatter copies each chunk after its product, then sums the chunks. Two streams alternate, so that two
-        products run at a time and copies run one by one (torch.distributed._symmetric_memory, read in 2.13)."""
+        """Count an async TP collective and return the seconds by which it lengthens the products that it overlaps.
+        In an all-gather, a rank copies its own chunk to symmetric memory, and fetches each remote chunk before the
+        product with that chunk. In a reduce-scatter, it copies each chunk after the chunk's product, then sums them.
+        Two streams alternate: two products run at a time, copies one by one (torch.distributed._symmetric_memory)."""
         n, chunk = len(ranks), event.size // len(ranks)
         copy, meeting = self.collective_seconds("send", chunk, ranks), self.collective_seconds(event.name, 0, ranks)
         read = chunk if event.name == "all_gather" else event.size
