@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich import box
 from rich.console import Console, Group
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from titanlite.config.loader import read_toml
@@ -76,12 +76,9 @@ def report(plan: Plan, file: str) -> Group:
 
 def empty_table(title: str, *columns: str, right: tuple[str, ...]) -> Table:
     """Return a table without rows, with the columns `columns` and then the right-aligned columns `right`."""
-    table = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in columns:
-        table.add_column(name)
-    for name in right:
-        table.add_column(name, justify="right")
-    return table
+    headers = [*columns, *(Column(name, justify="right") for name in right)]
+    looks = {"title_justify": "left", "caption_justify": "left", "box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
+    return Table(*headers, title=title, **looks)
 
 
 def memory_table(plan: Plan) -> Table:
