@@ -348,16 +348,13 @@ class CostModel:
         return work.flops / rate * (1 + 1 / waves) * FULL_WAVES
 
     def collective_seconds(self, name: str, size: int, ranks: list[int]) -> float:
-        """Return the seconds of a collective of `size` bytes over some ranks."""
-        nodes = len({rank // self.devices_per_node for rank in ranks})
+        """Return the seconds of a collective of `size` bytes over n ranks. Without measured rates, it runs as a ring
+        unless it is an all-to-all or a message, each rank sends (n-1)/n of the full tensor (twice as much in an
+        all-reduce), and each rank has a network adapter."""
+        n, nodes = len(ranks), len({rank // self.devices_per_node for rank in ranks})
         if measured := self.device.measured:
-            seconds = measured_rates.collective_seconds(measured, name, size, len(ranks), nodes)
+            seconds = measured_rates.collective_seconds(measured, name, size, n, nodes)
             return self._measured("interconnect" if nodes == 1 else "network", seconds)
-        return self._estimated_collective_seconds(name, size, len(ranks), nodes)
-
-    def _estimated_collective_seconds(self, name: str, size: int, n: int, nodes: int) -> float:
-        """Return the seconds of a collective, which runs as a ring unless it is an all-to-all or a message. Each of n
-        ranks sends (n-1)/n of the full tensor, twice as much in an all-reduce. Each rank has a network adapter."""
         efficiency, doublings = self.efficiency, math.log2(nodes)
         of_reduce = efficiency.interconnect_reduce if name == "all_reduce" else None
         share = self._rate("interconnect", of_reduce or efficiency.interconnect)
