@@ -2,7 +2,6 @@
 Nothing is computed and nothing is sent, so any number of ranks can be planned."""
 
 import contextlib
-import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -141,7 +140,6 @@ class OpTrace(TorchDispatchMode):
         super().__init__()
         self.segments: list[Segment] = [Segment(("begin",), [])]  # segments in the order of the host's events
         self.live: dict[int, Allocation] = {}  # current allocations, by the address of the torch storage
-        self._watched: dict[int, Any] = {}
         self.enabled, self._maker = True, ""  # enabled: whether operators are recorded
         self._operators, self._on_dtensors = 0, 0  # operators dispatched since the last event
 
@@ -238,13 +236,12 @@ class OpTrace(TorchDispatchMode):
             if allocation is None and tensor.device.type != "meta":
                 allocation = self.live[key] = Allocation(self._maker or name, tuple(tensor.shape))
                 self.resize(allocation, storage.nbytes())
-                self._watched[key] = weakref.ref(storage, functools.partial(self._free, key))
+                weakref.finalize(storage, self._free, key).atexit = False
             if allocation is not None:
                 allocations.append(allocation)
         return allocations
 
-    def _free(self, key: int, _: Any) -> None:
-        self._watched.pop(key, None)
+    def _free(self, key: int) -> None:
         if allocation := self.live.pop(key, None):
             self.resize(allocation, 0)
 
