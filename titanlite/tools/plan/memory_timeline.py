@@ -52,9 +52,6 @@ class MemoryTimeline:
         nets = [self._change(segment, without)[0] for segment in segments]
         return {kind: sum(net[kind] for net in nets) for kind in KINDS}
 
-    def set_current(self, current_bytes: Bytes) -> None:
-        self.current_bytes = {kind: current_bytes.get(kind, 0) for kind in KINDS}
-
     def _change(self, segment: Segment, without: str) -> tuple[Bytes, Bytes]:
         """Return, by kind, the bytes that a segment adds in total, and the bytes that it has added at its peak."""
         if id(segment.events) not in self._changes:  # copied layers (FoldedStage) share one list of events

@@ -195,7 +195,7 @@ class _PipelineRank:
                 timeline.current_bytes["communication"] += self._unsent(action) * self.message
             for stage in stages.values():
                 timeline.replay(stage.phases[("reduce",)], "reduce")
-            timeline.set_current({**self.persistent, "gradients": gradients})
+            timeline.current_bytes = {**self.persistent, "gradients": gradients}
         for stage in stages.values():
             for key in _update_phases(stage):
                 timeline.replay(stage.phases[key], "update")
@@ -229,7 +229,7 @@ class _PipelineRank:
             if first_backward:
                 after["gradients"] += timeline.net(phases[Pass.BACKWARD, 0], without="message")["gradients"]
             timeline.replay(phases[Pass.WEIGHT_GRADIENT, SPLIT], label, without="message")
-            timeline.set_current(after)
+            timeline.current_bytes = after
         else:
             number = 0 if action.microbatch == 0 else 2 if action.microbatch == self.last_microbatch else 1
             timeline.replay(phases.get((kind, number)) or phases[kind, 0], label, without="message")
