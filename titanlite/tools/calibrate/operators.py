@@ -66,7 +66,7 @@ class RandomOperands:
         n = min(math.ceil(UNCACHED[self.device.type] / ((sum(sizes) + result) * self.dtype.itemsize)), MOST_TURNS)
         if n * sum(sizes) > self.buffer.numel():
             self.buffer = torch.empty(0)  # free the smaller buffer before allocating
-            self.buffer = _random(self.device, self.dtype, n * sum(sizes))
+            self.buffer = torch.randn(n * sum(sizes), device=self.device).to(self.dtype)
         parts = self.buffer[: n * sum(sizes)].split(sizes * n)
         views = [part.view(shape) for part, shape in zip(parts, shapes * n, strict=True)]
         return [views[i : i + len(shapes)] for i in range(0, len(views), len(shapes))]
@@ -102,10 +102,6 @@ def _scaled_product(operands: RandomOperands, m: int, n: int, k: int) -> Callabl
     return _in_turn(call, [(x.to(dtype), weight.to(dtype).t(), scale, scale) for x, weight in pairs])
 
 
-def _random(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
-    return torch.randn(*shape, device=device).to(dtype)
-
-
 def measure_attention(timer: Timer) -> tuple[list[list[float]], list[list[float]]]:
     """Return rows (length, head_dim, FLOP/s) of causal attention, for the forward and for the backward."""
     kind, attend = timer.device.type, functools.partial(F.scaled_dot_product_attention, is_causal=True)
@@ -116,7 +112,7 @@ def measure_attention(timer: Timer) -> tuple[list[list[float]], list[list[float]
         flops = 2 * n_heads * length * length * head_dim  # two products, half of each masked
         if flops > 4 * MOST_FLOPS[kind]:
             continue
-        q, k, v, grad = (_random(timer.device, dtype, 1, n_heads, length, head_dim) for _ in range(4))
+        q, k, v, grad = (torch.randn(1, n_heads, length, head_dim, device=timer.device).to(dtype) for _ in range(4))
         forward.append([length, head_dim, flops / timer(functools.partial(attend, q, k, v))])
         inputs = [x.requires_grad_() for x in (q, k, v)]
         call = functools.partial(torch.autograd.grad, attend(*inputs), inputs, grad, retain_graph=True)
