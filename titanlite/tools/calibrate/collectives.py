@@ -63,23 +63,22 @@ def _products(device: torch.device) -> Callable[[], None]:
 
 def call_of(name: str, size: int, group: dist.ProcessGroup, device: torch.device) -> Callable[..., Any]:
     """Return a function that runs a collective of `size` bytes or, for "send", a message from each rank to the next."""
-    n, rank = group.size(), group.rank()
+    n = group.size()
     elements = max(size // 4 // n, 1) * n
     full = torch.ones(elements, device=device)
     shard = torch.ones(elements // n, device=device)
-    if name == "send":
-        return lambda: _pass_on(full, torch.empty_like(full), rank, group)
     calls: dict[str, Callable[..., Any]] = {
         "all_gather": lambda **options: dist.all_gather_into_tensor(full, shard, group=group, **options),
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(shard, full, group=group),
         "all_reduce": lambda: dist.all_reduce(full, group=group),
         "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(full), full, group=group),
+        "send": lambda: _pass_on(full, torch.empty_like(full), group),
     }
     return calls[name]
 
 
-def _pass_on(sent: Tensor, received: Tensor, rank: int, group: dist.ProcessGroup) -> None:
-    n = group.size()
+def _pass_on(sent: Tensor, received: Tensor, group: dist.ProcessGroup) -> None:
+    n, rank = group.size(), group.rank()
     send = dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % n)
     receive = dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % n)
     for work in dist.batch_isend_irecv([send, receive]):
