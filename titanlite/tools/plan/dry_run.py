@@ -208,18 +208,16 @@ def _create_states(config: Config, optimizer: torch.optim.Optimizer) -> None:
 
         muon_step.create_states(optimizer)
         return _average(config, optimizer)
-    low_bit = _is(optimizer, "LowBitAdam")
-    for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
-        if low_bit:
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    if _is(optimizer, "LowBitAdam"):
+        for weight in weights:
             signed = {"exp_avg": True, "exp_avg_sq": False}
             optimizer.state[weight] = {name: optimizer._new_buffer(weight, sign) for name, sign in signed.items()}
-        else:
-            weight.grad = torch.zeros_like(weight)
-    if low_bit:
-        _average(config, optimizer)
-    else:
-        optimizer.step()
-        optimizer.zero_grad()
+        return _average(config, optimizer)
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def _average(config: Config, optimizer: torch.optim.Optimizer) -> None:
