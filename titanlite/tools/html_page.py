@@ -20,8 +20,9 @@ def page(title: str, body: str) -> str:
     return template.replace("[[TITLE]]", html.escape(title)).replace("[[BODY]]", body)
 
 
-def printed(content: RenderableType, width: int) -> str:
-    """Return text and tables of rich as HTML that looks like a terminal of `width` columns."""
+def printed(content: RenderableType, width: int = 150) -> str:
+    """Return text and tables of rich as HTML that looks like a terminal of `width` columns. The default has room for
+    the names of all kinds of memory in a plan's table."""
     console = Console(record=True, width=width, file=io.StringIO(), highlight=False)
     console.print(content)
     return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")

@@ -12,7 +12,6 @@ from titanlite.tools.diff.report import PHASES, WORDS, judge, report
 from titanlite.tools.html_page import WIDTH, figure_style, page, printed, svg_figure
 
 SMALLEST = 1e-18  # distances below this one, also 0, are drawn at this height
-REPORT_WIDTH = 150  # characters per line of the report's text
 PHASE_COLOURS = dict(zip(PHASES, ("#999999", "#4477aa", "#cc6677", "#ddaa33", "#117733"), strict=True))
 CAPTIONS = WORDS["captions"]
 
@@ -24,7 +23,7 @@ def write_html(steps: list[Step], a: Path, b: Path, target: Path) -> None:
         figures = [svg_figure(step_figure(shown), "step", CAPTIONS["one_step"], title=f"Step {shown.number}")]
         if len(steps) > 1:
             figures.append(svg_figure(steps_figure(steps), "steps", CAPTIONS["all_steps"], title="All steps"))
-    numbers = f"<h2>In numbers</h2>\n{printed(report(steps, a, b), REPORT_WIDTH)}"
+    numbers = f"<h2>In numbers</h2>\n{printed(report(steps, a, b))}"
     body = "".join(["<h1>titanlite diff</h1>\n", *figures, numbers])
     target.write_text(page(f"titanlite diff: {a.name} and {b.name}", body), encoding="utf-8", newline="\n")
 

@@ -24,7 +24,6 @@ ACTIONS = {Pass(letter): looks for letter, looks in WORDS["actions"].items()}  #
 UPDATE_COLOUR, LIMIT_COLOUR = "#555555", "#b00020"
 IDLE = {"facecolor": "#ffffff", "edgecolor": "#999999", "hatch": "/////", "linewidth": 0}
 MAX_POINTS = 1000  # most points of a memory curve: the figure has no room for more
-REPORT_WIDTH = 150  # columns of the report, enough for all names in the memory table
 BODY = Path(__file__).with_name("figures.html").read_text(encoding="utf-8")
 
 
@@ -45,7 +44,7 @@ def write_html(plan: Plan, file: str, target: Path) -> None:
     model = f"{plan.config.model.flavor} on {plan.world_size} x {plan.config.plan.device}"
     description = f": {plan.config.job.description}" if plan.config.job.description else ""
     texts = map(html.escape, (model, file, description, verdict(plan)[1], speed_line(plan)))
-    body = BODY.format(*texts, "".join(figures), printed(report(plan, file), REPORT_WIDTH))
+    body = BODY.format(*texts, "".join(figures), printed(report(plan, file)))
     target.write_text(page(f"titanlite plan: {file}", body), encoding="utf-8", newline="\n")
 
 
