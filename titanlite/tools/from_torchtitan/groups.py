@@ -98,10 +98,7 @@ def _schedule(to: Conversion) -> None:
 
 
 def _data(to: Conversion) -> None:
-    key = "training.dataset"
-    name, path = to.get(key), to.get("training.dataset_path") or ""
-    kind = name.lower() if isinstance(name, str) else shown(name)
-    options = _dataset(kind, path)
+    key, (kind, path, options) = "training.dataset", _dataset(to, "training")
     for option, value in options.items():
         from_path = option == "dataset_path" and "training.dataset_path" in to.values
         to.put(f"training.{option}", value, "training.dataset_path" if from_path else key)
@@ -120,21 +117,21 @@ def _data(to: Conversion) -> None:
         to.note(key, "the same documents, in another order: titanlite's does not depend on the number of ranks")
 
 
-def _dataset(kind: str, path: Any) -> dict[str, Any]:
-    """Return the options of a dataset of torchtitan. The schema reports an unknown name, so keep it."""
+def _dataset(to: Conversion, section: str) -> tuple[str, Any, dict[str, Any]]:
+    """Return the name, the path and the options of a dataset. The schema reports an unknown name, so keep it."""
+    name, path = to.get(f"{section}.dataset"), to.get(f"{section}.dataset_path") or ""
+    kind = name.lower() if isinstance(name, str) else shown(name)
     if kind == "c4" and not path:
-        return {"dataset": "c4", "streaming": True}
-    return DATASETS.get(kind, {"dataset": kind}) | ({"dataset_path": path} if path else {})
+        return kind, path, {"dataset": "c4", "streaming": True}
+    return kind, path, DATASETS.get(kind, {"dataset": kind}) | ({"dataset_path": path} if path else {})
 
 
 def _validation(to: Conversion) -> None:
     key, path_key, enable_key = "validation.dataset", "validation.dataset_path", "validation.enable"
     if to.get(enable_key) is not True:
         return
-    kind, path = to.get(key), to.get(path_key) or ""
-    kind = kind.lower() if isinstance(kind, str) else shown(kind)
+    kind, path, wanted = _dataset(to, "validation")
     trained = {option: to.options.get(f"training.{option}", ("", ""))[0] for option in ("dataset", "dataset_path")}
-    wanted = _dataset(kind, path)
     if kind == "c4_validation" and not path and trained["dataset"] == "c4":
         to.note(key, "c4's own validation split", TAKEN)
     elif wanted["dataset"] == trained["dataset"] == "json":
