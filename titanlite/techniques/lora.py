@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from titanlite.config import ConfigError
 from titanlite.config.loader import show
@@ -24,6 +24,7 @@ from titanlite.model import Llama
 from titanlite.parallel.own_rules import RunsUncompiled
 from titanlite.techniques.low_precision import placements_of_products
 from titanlite.techniques.moe.layer import Experts
+from titanlite.techniques.moe.parallel import local_weight
 
 
 class Adapters(nn.Module):
@@ -136,7 +137,7 @@ class AdapterOfExperts(nn.Module):
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return this rank's shards of (alpha / R) A, [E, R, I], and of B, [E, O, R]."""
-        return _local(self.lora_a).transpose(1, 2) * self.lora_scale, _local(self.lora_b)
+        return local_weight(self.lora_a).transpose(1, 2) * self.lora_scale, local_weight(self.lora_b)
 
 
 @functools.cache
@@ -153,12 +154,5 @@ def _adapted(layer: Any, x: Tensor) -> Tensor:
     mesh, (placement,) = layer.weight.device_mesh, layer.weight.placements
     inputs, input_gradient, output, _ = placements_of_products(placement, x.dim() - 1)
     local = x.redistribute(placements=[inputs]).to_local(grad_placements=[input_gradient])
-    own = F.linear(local @ _local(a_IR) * scale, _local(b_OR))
+    own = F.linear(local @ local_weight(a_IR) * scale, local_weight(b_OR))
     return base(x) + DTensor.from_local(own, mesh, [output], run_check=False)
-
-
-def _local(factor: Tensor) -> Tensor:
-    """Return this rank's shard of a factor. The gradient of a replicated factor is a partial sum on each rank."""
-    if not isinstance(factor, DTensor):
-        return factor
-    return factor.to_local(grad_placements=[Partial() if p.is_replicate() else p for p in factor.placements])

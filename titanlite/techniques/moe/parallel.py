@@ -76,8 +76,10 @@ def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Place
     module.register_parameter(name, nn.Parameter(weight))
 
 
-def local_weight(weight: DTensor) -> Tensor:
+def local_weight(weight: Tensor) -> Tensor:
     """Return this rank's shard of a weight. The backward sums the gradient of a replicated weight over the ranks."""
+    if not isinstance(weight, DTensor):
+        return weight
     return weight.to_local(grad_placements=[Partial() if p.is_replicate() else p for p in weight.placements])
 
 
