@@ -85,21 +85,18 @@ def _factors(attention: nn.Module, gamma_H: Tensor) -> list[tuple[nn.Module, Ten
     root, queries = gamma_H.sqrt(), _queries(attention)
     if hasattr(attention, "wkv_b"):
         plain, rotated, values = attention.nope_dim, attention.rope_dim, attention.v_head_dim
-        of_queries = torch.cat([_repeat(root, plain), _repeat(gamma_H, rotated)], dim=1)
-        of_keys = torch.cat([_repeat(root, plain), torch.ones_like(_repeat(root, values))], dim=1)
+        of_plain, of_rotated = root.unsqueeze(1).expand(-1, plain), gamma_H.unsqueeze(1).expand(-1, rotated)
+        of_queries = torch.cat([of_plain, of_rotated], dim=1)
+        of_keys = torch.cat([of_plain, root.new_ones(len(root), values)], dim=1)
         return [(queries, of_queries.flatten()), (attention.wkv_b, of_keys.flatten())]
     if attention.wk.weight.shape[0] < queries.weight.shape[0]:
-        return [(queries, _repeat(gamma_H, attention.head_dim).flatten())]
-    both = _repeat(root, attention.head_dim).flatten()
+        return [(queries, gamma_H.repeat_interleave(attention.head_dim))]
+    both = root.repeat_interleave(attention.head_dim)
     return [(queries, both), (attention.wk, both)]
 
 
 def _on_device(numbers: Tensor, device: torch.device) -> Tensor:
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
-
-
-def _repeat(factor_H: Tensor, n: int) -> Tensor:
-    return factor_H.unsqueeze(1).expand(-1, n)
 
 
 # A custom operator is opaque to torch.compile, and selective AC saves none of the products inside.
