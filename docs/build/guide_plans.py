@@ -289,7 +289,7 @@ def record_of(plan: Plan) -> Record:
         "communication": [[axis, name, *counted] for (axis, name), counted in plan.cost.communication.items()],
         "ranks_of_axis": {axis: plan.axis_size(axis)[0] for axis, _ in plan.cost.communication},
         "shares": time_shares(plan),
-        "tokens_per_step": plan.tokens_per_step,
+        "tokens_per_step": plan.config.tokens_per_step,
         "step_seconds": plan.step_seconds,
         "spread": plan.spread,
         "mfu": plan.mfu,

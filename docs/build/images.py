@@ -61,7 +61,7 @@ def make_plan_figure() -> None:
     from titanlite.tools.plan.planner import make_plan
 
     plan = make_plan(load([str(ROOT / CONFIG)]))
-    tokens = f"{plan.tokens_per_step:,} tokens"
+    tokens = f"{plan.config.tokens_per_step:,} tokens"
     speed = f"{plan.tokens_per_second:,.0f} tokens/s per GPU, MFU {plan.mfu:.1%}"
     with style.context(["default", STYLE | TYPE]):
         panels = [

@@ -29,7 +29,7 @@ def plan() -> Plan:
 
 def write_metrics(file: Path, plan: Plan, seconds: list[float]) -> Path:
     """The metrics of a run that logs every 10 steps, each of which has taken these seconds, and validates once."""
-    tokens, lines = plan.tokens_per_step, list[dict[str, Any]]()
+    tokens, lines = plan.config.tokens_per_step, list[dict[str, Any]]()
     for number, each in enumerate(seconds, 1):
         seen = {"n_tokens_seen": 7 * number * tokens, "n_padding_seen": 3 * number * tokens}
         lines.append({"step": 10 * number, **seen, "time_metrics/end_to_end(s)": each})

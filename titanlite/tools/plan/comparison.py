@@ -52,7 +52,7 @@ def comparison_table(plan: Plan, file: Path) -> Table:
     """Return a table of a plan beside a run's metrics: step time, throughput and, on a GPU, memory. Raises ConfigError
     as read_measurement does, and if run and plan differ in tokens per step or in the number of ranks."""
     of_lines, tokens, ranks, memory = read_measurement(file)
-    sizes = {"tokens per step": (tokens, plan.tokens_per_step), "ranks": (ranks, plan.world_size)}
+    sizes = {"tokens per step": (tokens, plan.config.tokens_per_step), "ranks": (ranks, plan.world_size)}
     for name, (measured, planned) in sizes.items():
         if measured != planned:
             problem = f"{file}: the run has {measured:,} {name}, and the plan {planned:,}; plan the run's config.toml"

@@ -162,7 +162,7 @@ def time_shares(plan: Plan) -> dict[str, float]:
 def operations_line(plan: Plan) -> str:
     """Return a line with a device's FLOPs in a step, including recomputed ones, and those that MFU counts."""
     flops = ", ".join(f"{flops / 1e12:,.4g} TFLOP in {dtype}" for dtype, flops in sorted(plan.cost.flops.items()))
-    counted = plan.flops_per_token * plan.tokens_per_step / plan.world_size / 1e12
+    counted = plan.flops_per_token * plan.config.tokens_per_step / plan.world_size / 1e12
     return f"matrix multiplication and attention per device and step: {flops}; MFU counts {counted:,.4g}"
 
 
@@ -187,7 +187,7 @@ def speed_line(plan: Plan) -> str:
 def range_line(plan: Plan) -> str:
     """Return a line with the range of the step time, and the groups of rates that contribute most to the range."""
     shortest, longest = plan.step_range
-    speeds = (plan.tokens_per_step / seconds / plan.world_size for seconds in (longest, shortest))
+    speeds = (plan.config.tokens_per_step / seconds / plan.world_size for seconds in (longest, shortest))
     line = f"from {shortest:.3f} to {longest:.3f} s per step, {' to '.join(f'{x:,.0f}' for x in speeds)} tokens/s; "
     widest = sorted(plan.spread, key=lambda group: plan.spread[group][0] - plan.spread[group][1])[:3]
     parts = [
@@ -203,8 +203,8 @@ def budget_line(plan: Plan) -> str:
     options, training = plan.config.plan, plan.config.training
     if training.epochs and not options.tokens:
         return f"training.epochs = {training.epochs:g}: a plan reads no data; plan.tokens plans time and cost"
-    tokens = options.tokens or training.steps * plan.tokens_per_step
-    steps = math.ceil(tokens / plan.tokens_per_step)
+    tokens = options.tokens or training.steps * plan.config.tokens_per_step
+    steps = math.ceil(tokens / plan.config.tokens_per_step)
     hours = steps * plan.step_seconds / 3600
     device_hours = hours * plan.world_size
     line = f"{tokens:,} tokens, {steps:,} steps: {hours / 24:,.1f} days, {device_hours:,.0f} device-hours, "

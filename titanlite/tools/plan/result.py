@@ -73,17 +73,13 @@ class Plan:
         return max(self.ranks, key=lambda rank: rank.total)
 
     @property
-    def tokens_per_step(self) -> int:
-        return self.config.tokens_per_step
-
-    @property
     def step_range(self) -> tuple[float, float]:
         return range_of(self.step_seconds, self.spread)
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens per second and device."""
-        return self.tokens_per_step / self.step_seconds / self.world_size
+        return self.config.tokens_per_step / self.step_seconds / self.world_size
 
     @property
     def mfu(self) -> float:
