@@ -146,7 +146,8 @@ def scales_of_mxfp8(exponents: Tensor) -> Tensor:
     """Return the scales of MXFP8 blocks as float8_e8m0fnu, in the order that cuBLAS expects."""
     from torchao.prototype.mx_formats.utils import to_blocked
 
-    return to_blocked(torch.where(exponents.isnan(), 255, exponents + 127).to(torch.uint8).view(torch.float8_e8m0fnu))
+    biased = torch.where(exponents.isnan(), 255, exponents + 127).to(torch.uint8)
+    return to_blocked(biased.view(torch.float8_e8m0fnu))
 
 
 def _mxfp8(left_MK: Tensor, right_NK: Tensor) -> Tensor:

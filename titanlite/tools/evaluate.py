@@ -46,7 +46,8 @@ def main(argv: list[str]) -> int:
     arguments, overrides = parser.parse_known_args(argv)
     readable = [f"--training.{key}" for key in MORE_OPTIONS]
     for before, override in itertools.pairwise(["", *overrides]):
-        if not (before in readable and not override.startswith("--")) and override.partition("=")[0] not in readable:
+        is_value = before in readable and not override.startswith("--")
+        if not is_value and override.partition("=")[0] not in readable:
             raise ConfigError([f"command line: {override}: expected one of {', '.join(readable)}; --help tells more"])
     import torch  # late import: --help and wrong arguments need not wait
 

@@ -227,7 +227,8 @@ class MixedSequences:
         after = MixtureBlock(block.first + MIXTURE_BLOCK, tuple(counts), phase)
         order, counts = [], list(block.counts)
         for number in range(MIXTURE_BLOCK):
-            dataset = chosen[permuted(number, end, self.seed, block.first) if number < end else number]
+            shuffled = permuted(number, end, self.seed, block.first) if number < end else number
+            dataset = chosen[shuffled]
             order.append((dataset, counts[dataset]))
             counts[dataset] += 1
         return order, after

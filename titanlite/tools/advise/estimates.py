@@ -86,7 +86,8 @@ def _forwards_in_flight(candidate: Candidate, n_microbatches: int) -> float:
     pp, stages = candidate.mesh.pp, candidate.stages
     if candidate.schedule in V_SHAPED:
         return min(2 * pp, 2 * n_microbatches)
-    return min((stages - 1) * pp + 2 * (pp - 1) + 1 if stages > 1 else pp, n_microbatches * stages)
+    ahead = (stages - 1) * pp + 2 * (pp - 1) + 1 if stages > 1 else pp
+    return min(ahead, n_microbatches * stages)
 
 
 def _layer_weights(task: Task, mesh: Mesh) -> tuple[float, float]:
@@ -135,4 +136,5 @@ def _layer_bytes(task: Task, candidate: Candidate) -> tuple[float, float, float]
     results = 3 * dim + channels + hidden
     everything = 9 * dim + 3 * q_dim + 3 * kv_dim + 2 * hidden + norms + _expert_values(task, mesh)
     working = (everything if full else everything - results) + unsharded
-    return 2 * tokens * saved, 2 * tokens * working, 2 * tokens * (everything if full else results / 2)
+    between = everything if full else results / 2
+    return 2 * tokens * saved, 2 * tokens * working, 2 * tokens * between

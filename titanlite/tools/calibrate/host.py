@@ -45,7 +45,8 @@ def measure_dispatch(timer: Timer, operators: dict[str, list[list[float]]]) -> t
         if timer.device.type == "cpu":
             call()  # counts in eviction.copies how often a step evicts the CPU cache
             seconds -= own + eviction.copies * copying
-        results.append(max((seconds - n * results[0]) / on_dtensors if tensor_parallel else seconds / n, LEAST_SECONDS))
+        per_operator = (seconds - n * results[0]) / on_dtensors if tensor_parallel else seconds / n
+        results.append(max(per_operator, LEAST_SECONDS))
     return results[0], results[1]
 
 

@@ -63,7 +63,8 @@ class RandomOperands:
         """Return lists of tensors, each list with the given shapes. With a result of `result` elements for each list,
         the lists are larger than the caches, except where MOST_TURNS limits their number."""
         sizes = [math.prod(shape) for shape in shapes]
-        n = min(math.ceil(UNCACHED[self.device.type] / ((sum(sizes) + result) * self.dtype.itemsize)), MOST_TURNS)
+        size = (sum(sizes) + result) * self.dtype.itemsize
+        n = min(math.ceil(UNCACHED[self.device.type] / size), MOST_TURNS)
         if n * sum(sizes) > self.buffer.numel():
             self.buffer = torch.empty(0)  # free the smaller buffer before allocating
             self.buffer = torch.randn(n * sum(sizes), device=self.device).to(self.dtype)

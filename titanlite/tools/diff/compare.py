@@ -185,7 +185,8 @@ def _ratio(tensors: tuple[Tensor, ...], far: float, allowed: float, explained: f
     """Return c of B = c A (`tensors`: A, B), and the allowed distance, smaller if rounding does not explain c."""
     ratio = constant_ratio(*tensors, tolerance=allowed) if far > min(allowed, FACTOR) else 1.0
     factor = max(FACTOR, GROWTH_OF_FACTOR * explained)
-    return ratio, min(allowed, factor) if abs(ratio - 1) > factor * max(ratio, 1) and allowed < math.inf else allowed
+    is_multiple = abs(ratio - 1) > factor * max(ratio, 1) and allowed < math.inf
+    return ratio, min(allowed, factor) if is_multiple else allowed
 
 
 def constant_ratio(a: Tensor, b: Tensor, tolerance: float) -> float:
@@ -195,7 +196,8 @@ def constant_ratio(a: Tensor, b: Tensor, tolerance: float) -> float:
     if not (square > 0 and b.isfinite().all()):
         return 1.0
     ratio = (a @ b / square).item()
-    return ratio if math.sqrt((b - ratio * a).square().sum() / b.square().sum()) <= min(tolerance, MULTIPLE) else 1.0
+    rest = (b - ratio * a).square().sum() / b.square().sum()
+    return ratio if math.sqrt(rest) <= min(tolerance, MULTIPLE) else 1.0
 
 
 def _gradient_norm(fingerprints: Mapping[str, Tensor]) -> Tensor:

@@ -145,7 +145,8 @@ class Conversion:
             for option in chosen:
                 value, key = self.options[option]
                 text = tomli_w.dumps({option.removeprefix(f"{section}."): value}).rstrip("\n")
-                lines.append(f"{text}  # {DEFAULT}" if key not in self.values and "\n" not in text else text)
+                is_default = key not in self.values and "\n" not in text
+                lines.append(f"{text}  # {DEFAULT}" if is_default else text)
         return "\n".join(lines).lstrip("\n") + "\n"
 
     def _add_switches(self) -> None:

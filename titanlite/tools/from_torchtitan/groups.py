@@ -245,7 +245,8 @@ def _pipeline(to: Conversion) -> None:
     schedule_key = "parallelism.pipeline_parallel_schedule"
     layers_key = "parallelism.pipeline_parallel_layers_per_stage"
     degree, name = to.number(PIPELINE, 1), str(to.get(schedule_key))
-    schedule = {each.lower(): each for each in get_args(Schedule)}.get(name.lower().replace("_", ""), name)
+    names = {each.lower(): each for each in get_args(Schedule)}
+    schedule = names.get(name.lower().replace("_", ""), name)
     to.put(schedule_key, schedule, schedule_key)
     if degree > 1:
         text = "0.2.2 leaves gradients of a pipeline multiplied by the number of tokens, so that it clips every step"

@@ -69,7 +69,8 @@ def clusters(rows: list[Row]) -> tuple[dict[float, list[Row]], list[Row]]:
             others.append(row)
         else:
             shared.setdefault(ratio, []).append(row)
-    return {ratio: sorted(members, key=rows.index) for ratio, members in shared.items()}, sorted(others, key=rows.index)
+    in_order = {ratio: sorted(members, key=rows.index) for ratio, members in shared.items()}
+    return in_order, sorted(others, key=rows.index)
 
 
 def describe(ratio: float, precision: float, quantities: Mapping[str, float]) -> str:

@@ -61,7 +61,8 @@ WIDER = 0.1  # fraction by which both ends of a range move outwards if the rate 
 def reached(device: Device, name: str) -> Efficiency:
     """Return the shares of rates that a device reaches. A share that was measured on another device of its architecture
     has a wider range. `name`: the name of the device in devices.toml, or of its file."""
-    shares = Efficiency(**(_TABLES[device.architecture if device.kind == "gpu" else "cpu"] | _OF_DEVICES.get(name, {})))
+    table = _TABLES[device.architecture if device.kind == "gpu" else "cpu"]
+    shares = Efficiency(**(table | _OF_DEVICES.get(name, {})))
     wider = {
         key: share._replace(low=share.low * (1 - WIDER), high=share.high * (1 + WIDER))
         for key, share in shares

@@ -375,7 +375,8 @@ def fused_norm(trace: OpTrace, local: Callable[[Tensor], list[Tensor]]) -> conte
             x, weight, scale = context.saved_tensors
             with trace.paused(), torch.enable_grad():
                 leaves = [tensor.detach().requires_grad_() for tensor in (x, weight)]
-                grads = torch.autograd.grad(composite(leaves[0], x.shape[-1:], leaves[1], context.eps), leaves, grad)
+                out = composite(leaves[0], x.shape[-1:], leaves[1], context.eps)
+                grads = torch.autograd.grad(out, leaves, grad)
             record(NORM_BACKWARD, (grad, x, scale, weight), grads)
             return grads[0], grads[1], None
 
