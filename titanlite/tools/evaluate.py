@@ -37,9 +37,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dataset", required=True, metavar="NAME", help="as training.dataset")
     parser.add_argument("--dataset-path", metavar="PATH", help="file, folder, glob or name on the hub")
     parser.add_argument("--split", dest="dataset_split", metavar="NAME", help="split of a hub dataset (default: train)")
-    parser.add_argument(
-        "--seq-len", type=count(), metavar="N", help="tokens of a sequence (default: the run's or 2048)"
-    )
+    text = "tokens of a sequence (default: the run's or 2048)"
+    parser.add_argument("--seq-len", type=count(), metavar="N", help=text)
     text = "sequences at a time (default: 8)"
     parser.add_argument("--batch-size", dest="local_batch_size", type=count(), metavar="B", help=text)
     parser.add_argument("--document-mask", action="store_const", const="true", help="attend only within a document")

@@ -121,8 +121,7 @@ class CostModel:
     def streams(self) -> Streams:
         """Return the streams of an idle device."""
         measured = self.device.measured
-        slowdown = self._seconds("overlap", ANY.slowdown)
-        slowdown = self._measured("overlap", measured.slowdown) if measured else slowdown
+        slowdown = self._measured("overlap", measured.slowdown) if measured else self._seconds("overlap", ANY.slowdown)
         return Streams(synchronous=self.device.kind == "cpu", slowdown=slowdown)
 
     def cost(
