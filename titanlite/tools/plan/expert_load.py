@@ -8,12 +8,12 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 from torch import Tensor
 
 from titanlite.config import Config
 from titanlite.metrics.devices import find_device
+from titanlite.tools.plan.op_trace import replaced
 
 
 class ExpertLoad(NamedTuple):
@@ -65,5 +65,5 @@ def assumed(config: Config, on_read: Callable[[], None]) -> Iterator[None]:
         return load.counts(tensor)
 
     on_device = {"cpu": types["cpu" if find_device(config.plan.device).kind == "cpu" else "cuda"]}
-    with patch.object(counts, "read", assumed_counts), patch.object(layer, "GROUPED_MM_DTYPES", on_device):
+    with replaced(counts, "read", assumed_counts), replaced(layer, "GROUPED_MM_DTYPES", on_device):
         yield

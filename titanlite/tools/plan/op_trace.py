@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -33,6 +32,17 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of an object, a class or a module to `value` inside the with block."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 class Allocation:
@@ -149,11 +159,11 @@ class OpTrace(TorchDispatchMode):
 
     def naming(self, maker: str) -> contextlib.AbstractContextManager[None]:
         """Set the maker of the allocations that are made inside the with block."""
-        return patch.object(self, "_maker", maker)
+        return replaced(self, "_maker", maker)
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
         """Record no operators inside the with block."""
-        return patch.object(self, "enabled", False)
+        return replaced(self, "enabled", False)
 
     def record_work(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         """Record an operator without FLOPs, from the plain tensors that it reads and writes."""
@@ -344,8 +354,8 @@ def recording() -> Iterator[OpTrace]:
             return propagate(*args)
 
     with (
-        patch.object(torch.UntypedStorage, "resize_", recorded_resize),
-        patch.object(ShardingPropagator, name, unrecorded_propagate),
+        replaced(torch.UntypedStorage, "resize_", recorded_resize),
+        replaced(ShardingPropagator, name, unrecorded_propagate),
         FakeTensorMode(allow_non_fake_inputs=True),
         trace,
     ):
@@ -380,4 +390,4 @@ def fused_norm(trace: OpTrace, local: Callable[[Tensor], list[Tensor]]) -> conte
             record(NORM_BACKWARD, (grad, x, scale, weight), grads)
             return grads[0], grads[1], None
 
-    return patch.object(F, "rms_norm", lambda x, shape, weight, eps: Norm.apply(x, weight, eps))
+    return replaced(F, "rms_norm", lambda x, shape, weight, eps: Norm.apply(x, weight, eps))
