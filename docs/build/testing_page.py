@@ -305,9 +305,9 @@ def page() -> str:
             "generator draws degrees of all parallel axes (1 to 16 ranks), schedules, families, experts, precisions, "
             "optimizers and data at random, until titanlite accepts the config. The config's layout then takes two "
             "steps, which are compared with the single-process reference; a config that fails the comparison is "
-            "shrunk to a smallest config that still fails. The generator draws every option of the schema, or lists the "
-            "reason why not. Nightly runs draw 30 new configs ([last](../benchmarks/logs/random_layouts_nightly.log)). The "
-            "500 random configs found no wrong number, but three bugs: latent attention with odd widths ended in an "
+            "shrunk to a smallest config that still fails. The generator draws every option of the schema, or lists "
+            "the reason why not. Nightly runs draw 30 new configs "
+            "([last](../benchmarks/logs/random_layouts_nightly.log)). The 500 random configs found no wrong number, but three bugs: latent attention with odd widths ended in an "
             "error, and `titanlite parity` itself had two bugs. Each of these three bugs is fixed, with a test."
         ),
         "## Layouts and one process over many steps\n",
