@@ -307,8 +307,8 @@ def page() -> str:
             "steps, which are compared with the single-process reference; a config that fails the comparison is "
             "shrunk to a smallest config that still fails. The generator draws every option of the schema, or lists "
             "the reason why not. Nightly runs draw 30 new configs "
-            "([last](../benchmarks/logs/random_layouts_nightly.log)). The 500 random configs found no wrong number, but three bugs: latent attention with odd widths ended in an "
-            "error, and `titanlite parity` itself had two bugs. Each of these three bugs is fixed, with a test."
+            "([last](../benchmarks/logs/random_layouts_nightly.log)). The 500 random configs found no "
+            "wrong number, but three bugs: latent attention with odd widths ended in an error, and `titanlite parity` itself had two bugs. Each of these three bugs is fixed, with a test."
         ),
         "## Layouts and one process over many steps\n",
         "![Distances from one process, by step](images/layouts_equal_one_process.png)\n",
