@@ -199,7 +199,7 @@ class Replicas(OneGroup):
 
     def count(self, valid: Tensor) -> None:
         """Sum a step's number of tokens over the participants, in place, and compare the groups' configs and weights.
-        Does nothing between steps. Raises ConfigError if this group is new and does not fit the other groups;
+        Does nothing unless this group takes a step. Raises ConfigError if it is new and does not fit the other groups;
         TrainingError if no group is new and its weights differ from those of a group of smaller replica_id."""
         if self._group_state is not GroupState.PARTICIPANT:
             return
