@@ -308,7 +308,8 @@ def page() -> str:
             "shrunk to a smallest config that still fails. The generator draws every option of the schema, or lists "
             "the reason why not. Nightly runs draw 30 new configs "
             "([last](../benchmarks/logs/random_layouts_nightly.log)). The 500 random configs found no "
-            "wrong number, but three bugs: latent attention with odd widths ended in an error, and `titanlite parity` itself had two bugs. Each of these three bugs is fixed, with a test."
+            "wrong number, but three bugs: latent attention with odd widths ended in an error, "
+            "and `titanlite parity` itself had two bugs. Each of these three bugs is fixed, with a test."
         ),
         "## Layouts and one process over many steps\n",
         "![Distances from one process, by step](images/layouts_equal_one_process.png)\n",
