@@ -102,7 +102,7 @@ def named_bugs() -> str:
     """Return what `titanlite diff` said of injected bugs."""
     last = (LOGS / "injected_bugs.log").read_text().splitlines()[-1]
     bugs, layouts, differ, named = re.findall(r"\d+", last)
-    return f"{bugs} bugs under {layouts} layouts: {named} of the {differ} runs that differ are named rightly"
+    return f"{bugs} bugs under {layouts} layouts: {named} of the {differ} runs that differ have the right place named"
 
 
 def caught_bugs() -> str:
@@ -111,7 +111,7 @@ def caught_bugs() -> str:
     caught, bugs = (sum(map(int, column)) for column in zip(*counts, strict=True))
     projects = len({bug.repository for bug in public_bugs.PUBLIC_BUGS})
     assert bugs == len(public_bugs.PUBLIC_BUGS), "public_bugs.log is of other bugs"
-    return f"{caught} of {bugs}, of {projects} projects, fail the test that is named"
+    return f"{caught} of {bugs}, from {projects} projects, are noticed by the test that is named"
 
 
 # Random layouts -------------------------------------------------------------------------------------------------------
@@ -122,16 +122,16 @@ def random_layouts() -> str:
     drawn, equal, late, differs = re.findall(r"\d+", (LOGS / "random_layouts_report.log").read_text().splitlines()[0])
     in_float64 = len(re.findall(r"\| equal \| \S+ of 1\.0e-11 allowed", (LOGS / "random_layouts.log").read_text()))
     return (
-        f"{equal} of {drawn} equal, {in_float64} of them in float64 to 1e-11; {late} rejected in a line while being "
-        f"built; {differs} differed, in bfloat16, by 1 % more than allowed, and is equal under the tolerance that was "
-        "derived since"
+        f"{equal} of {drawn} equal, {in_float64} of them in float64 to 1e-11; {late} rejected with an error message "
+        f"while being built; {differs} differed, in bfloat16, by 1 % more than allowed, and is equal under a tolerance "
+        "that was derived later"
     )
 
 
 def wrong_configs() -> str:
     last = (LOGS / "random_wrong_configs.log").read_text().splitlines()[1]
     *_, accepted, rejected, wrong = re.findall(r"\d+", last)
-    return f"{rejected} rejected in lines that name an option, {accepted} accepted and built, {wrong} tracebacks"
+    return f"{rejected} rejected with messages that name an option, {accepted} accepted and built, {wrong} tracebacks"
 
 
 def published_runs() -> str:
@@ -146,7 +146,8 @@ def long_run() -> str:
     (steps,), (again,) = (
         re.findall(rf"^{line}", text, re.MULTILINE) for line in (r"([\d,]+) steps in", r"from (step .*)")
     )
-    return f"{steps} steps; from {again}; memory and time per step in the notebook"
+    again = again.replace(" on again:", " gives")
+    return f"{steps} steps; running again from {again}; the notebook has memory and time per step"
 
 
 # Faults ---------------------------------------------------------------------------------------------------------------
@@ -173,7 +174,7 @@ def many_ranks() -> str:
     rounds = json_lines("chaos_64_ranks.jsonl")
     faults = [each for each in rounds if not each["fault"].startswith("none")]
     problems = sum(bool(each["problems"]) for each in rounds)
-    return f"{len(faults)} faults, then completed: {len(rounds) - len(faults)}; {problems} problems"
+    return f"{len(faults)} faults, completed trainings: {len(rounds) - len(faults)}; {problems} problems"
 
 
 def hostile_inputs() -> tuple[int, int]:
@@ -215,11 +216,11 @@ def evidence(layouts: Layouts, noticed: int) -> list[Evidence]:
         ),
         Evidence("bugs that `titanlite diff` must name", named_bugs(), "2026-11-25", "python -m tests.tools.diff.bugs",
                  log("injected_bugs.log")),
-        Evidence("public bugs of other trainers, made here", caught_bugs(), "2026-11-25",
+        Evidence("public bugs of other trainers, injected into titanlite", caught_bugs(), "2026-11-25",
                  "python -m verification.mutants.public_bugs", " ".join(map(log, BUGS))),
         Evidence("faults during a run", chaos(), "2026-11-22", "python -m verification.chaos --seed 1 --minutes 30",
                  " ".join(map(log, CHAOS))),
-        Evidence("faults on 64 ranks, two cores", many_ranks(), "2026-11-25",
+        Evidence("faults on 64 ranks, on two cores", many_ranks(), "2026-11-25",
                  "pytest -m nightly tests/verification/test_chaos.py::test_64_ranks", log("chaos_64_ranks.jsonl")),
         Evidence("a long run, killed in the middle", long_run(), "2026-11-25", "python -m verification.long_run",
                  log("long_run_1000000.log")),
@@ -239,17 +240,17 @@ VERSIONS = [
     ("torch 2.13.0, Python 3.11", "everything on this page that names no other version", "every commit", "pytest"),
     ("torch 2.11.0, 2.12.1, 2.14.1, 2.15.0", "all layouts of pp, tp, cp and their combinations; data parallel; the "
      "plan; the reference configs", "2026-11-22", f"{NIGHTLY} tests/parallel tests/tools/plan"),
-    ("torch 2.11.0+cu130 and 2.13.0+cu130 on a null CUDA", "every option and axis takes three steps; memory, waits, "
+    ("torch 2.11.0+cu130 and 2.13.0+cu130 on a null CUDA", "three steps with every option and axis; memory, waits, "
      "kernels, races", "2026-11-25", f"{NIGHTLY} tests/verification/test_null_cuda.py"),
     ("Python 3.12, 3.13", "the default tests, once", "2026-11-22", "pytest"),
     ("Python 3.10", "parts of the default tests", "2026-11-22", "pytest"),
 ]  # fmt: skip
 
 NOT_TESTED = """\
-- **Several GPUs.** One GPU has run, for a [quarter of an hour](benchmarks.md#on-one-h200): NCCL only among ranks that
-  shared it. titanlite runs with torch's CUDA build on a null CUDA, which replaces the CUDA driver
-  and libraries: the null CUDA computes nothing, but shows which kernels are launched, memory, waits
-  and the order of streams.
+- **Several GPUs.** titanlite has run on one GPU, for a [quarter of an hour](benchmarks.md#on-one-h200). NCCL has
+  connected only ranks that shared this GPU. titanlite also runs with torch's CUDA build on a null
+  CUDA, which replaces the CUDA driver and libraries: it computes nothing, but shows launched
+  kernels, memory, waits and the order of streams.
 - **Many ranks.** titanlite has not run with more than 64 real processes, with more than two nodes,
   or on nodes with a real network. Figures for 16,384 ranks were measured by calling the functions
   that a rank would call, [without starting the ranks](../benchmarks/NOTEBOOK.md#many-ranks).
@@ -259,9 +260,9 @@ NOT_TESTED = """\
 - **Python 3.14**, Windows and macOS.
 - **Layouts compiled with inductor.** The tests compile with the backend `aot_eager`; inductor runs
   on the null CUDA, which computes no numbers to compare.
-- **Types of local tensors** are not checked by `spmd-types` 0.3.1: the checker of spmd-types stops
-  in the backward, which would need annotations for it in titanlite, and skips operations on
-  DTensors.
+- **Types of local tensors** are not checked by `spmd-types` 0.3.1: the checker of spmd-types skips
+  operations on DTensors, and stops in the backward, for which it would need annotations in
+  titanlite.
 - **One failure is not explained.** A gloo rank in a pool of test processes dies now and then; in
   the deaths that were examined, the rank's heap was corrupted. A test case whose rank has died this
   way runs once more, with a warning
@@ -294,7 +295,7 @@ def page() -> str:
             f"([reference.py](../titanlite/tools/parity/reference.py)). In this way the tests compare {n_float64} "
             f"cases, each a layout with its options, {layouts.always.total()} of them in every run of the tests. "
             f"{layouts.low_precision} more cases, in low precision, are compared with a reference in the same "
-            "precision, within 8 times that reference's own rounding error."
+            "precision, and must agree within 8 times the rounding error of the reference."
         ),
         pages.table(["ranks", "every run", "nightly"], layouts.rows()),
         "## Random layouts\n",
@@ -303,11 +304,11 @@ def page() -> str:
             "generator draws degrees of all parallel axes (1 to 16 ranks), schedules, families, experts, precisions, "
             "optimizers and data at random, until titanlite accepts the config. The config's layout then takes two "
             "steps, which are compared with the single-process reference; a config that fails the comparison is "
-            "shrunk to a smallest one that fails. The generator draws every option of the schema, or lists the reason "
-            "why not. Nightly runs draw 30 new configs ([last](../benchmarks/logs/random_layouts_nightly.log)). In "
-            "500 random configs no wrong number was found, but three bugs were: latent attention with odd widths "
-            "ended in an error, and `titanlite parity` itself had two errors. Each of these three bugs is fixed, with "
-            "a test."
+            "shrunk to a smallest config that still fails. The generator draws every option of the schema, or lists "
+            "the reason why not. Nightly runs draw 30 new configs "
+            "([last](../benchmarks/logs/random_layouts_nightly.log)). The 500 random configs found no "
+            "wrong number, but three bugs: latent attention with odd widths ended in an error, "
+            "and `titanlite parity` itself had two bugs. Each of these three bugs is fixed, with a test."
         ),
         "## Layouts and one process over many steps\n",
         "![Distances from one process, by step](images/layouts_equal_one_process.png)\n",
@@ -319,11 +320,11 @@ def page() -> str:
             "changes nothing in mathematics: the control's losses are up to 2.3e-13 and its weights up to 9.6e-13 "
             "away from those of the first run. In float32, over 1,000 steps, training magnifies rounding: the weights "
             "of layouts are up to 8.0e-3 away from those of one process (on 16 ranks; 7.8e-3 on 8), and the weights "
-            "of a control, which sums in another order in one process, up to 1.9e-3. The figure's last column has "
-            "torchtitan 0.2.2 and titanlite, trained with another recipe and compared with torchtitan in one process. "
-            "After 50 steps, the weights of torchtitan's FSDP 2 are 2.4e-7 away from those of torchtitan in one "
-            "process, and the weights of titanlite in one process 2.1e-7; those of torchtitan's DDP 2 and PP 2 are "
-            "4.6e-2 and 2.8e-2 away ([notebook](../benchmarks/NOTEBOOK.md#layouts-and-one-process-over-many-steps))."
+            "of a control, which sums in another order in one process, up to 1.9e-3. The figure's last column "
+            "compares torchtitan 0.2.2 and titanlite, trained with another recipe, with torchtitan in one process. "
+            "After 50 steps, the distance of the weights is 2.4e-7 with torchtitan's FSDP 2, 2.1e-7 with titanlite in "
+            "one process, 4.6e-2 with torchtitan's DDP 2 and 2.8e-2 with its PP 2 "
+            "([notebook](../benchmarks/NOTEBOOK.md#layouts-and-one-process-over-many-steps))."
         ),
         "## Curves that others published\n",
         "![Published losses, and those of the same settings here](images/published_curves.png)\n",
@@ -333,9 +334,9 @@ def page() -> str:
             "titanlite's Llama with as many parameters has a loss of 1.674 (mean of three seeds, standard deviation "
             "0.005), and of 1.903 without its rotary embedding. On the conversations of torchtitan's fine-tuning "
             "test, torchtitan 0.3.0 and titanlite start from the same weights and have the same losses in all ten "
-            "steps, to 1e-6. The losses that torchtitan publishes for this test start from weights that nobody else "
-            "has. These published losses are within 1.7 standard deviations of the mean over our four runs of "
-            "torchtitan, each with another seed ([notebook](../benchmarks/NOTEBOOK.md#published-curves))."
+            "steps, to 1e-6. The losses that torchtitan publishes for this test start from weights that are not "
+            "public. These published losses are within 1.7 standard deviations of the mean over our four runs of "
+            "torchtitan with four seeds ([notebook](../benchmarks/NOTEBOOK.md#published-curves))."
         ),
         "## Injected bugs\n",
         pages.wrapped(
