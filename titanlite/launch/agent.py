@@ -38,7 +38,7 @@ SECONDS_TO_SAVE = 600
 
 class NewStores:
     """torchrun's rendezvous, with a new store for the ranks of each attempt. If all attempts shared torch's one store,
-    a joining node would not get its address, and new ranks would read keys of earlier attempts."""
+    a joining node would not get the store's address, and new ranks would read keys of earlier attempts."""
 
     use_agent_store = True
 
@@ -60,7 +60,7 @@ class NewStores:
         return RendezvousInfo(met.store, met.rank, met.world_size, place)
 
     def num_nodes_waiting(self) -> int:
-        """Return how many nodes wait to join. If any, stop this node's ranks, which save; the agent restarts them."""
+        """Return how many nodes wait to join. If any, stop this node's ranks, which save. The agent restarts them."""
         if n_waiting := self.handler.num_nodes_waiting():
             ranks = children(os.getpid())
             send(ranks, signal.SIGTERM)
@@ -82,7 +82,7 @@ class Agent(LocalElasticAgent):
     restarts = 0
     """How often all ranks have been restarted after a failure."""
     statuses: Mapping[int, int] = {}
-    """Exit status by rank, of the ranks that failed first in this attempt; a negative status is a signal's number."""
+    """Exit status, by rank, of the ranks that failed first in this attempt. A status of -N stands for signal N."""
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         pids = {worker.global_rank: worker.id for worker in worker_group.workers}
@@ -196,7 +196,7 @@ def _address_towards(host: str, port: int, seconds: float = 60.0) -> str:
 
 
 def _watch(agent: Agent, signals: LauncherSignals, finished: threading.Event) -> None:
-    """Pass a stop signal on to ranks that start later. End the launcher if its ranks end, but not other nodes."""
+    """Pass a stop signal on to ranks that start later. End the launcher soon after its ranks, even if nodes remain."""
     ended_since = None
     while not finished.wait(0.2):
         signals.pass_on()
@@ -213,7 +213,7 @@ def _watch(agent: Agent, signals: LauncherSignals, finished: threading.Event) ->
 
 
 def _kill_stopped_ranks(agent: Agent, finished: threading.Event) -> None:
-    """Kill this node's ranks that outlive a recorded failure. Runs in a thread, since the store may not answer."""
+    """Kill ranks of this node that still run after a recorded failure. Runs in a thread: the store may not answer."""
     port, store = None, None
     while not finished.wait(2):
         with contextlib.suppress(Exception):  # the store may not exist yet, or may be gone already
@@ -225,7 +225,7 @@ def _kill_stopped_ranks(agent: Agent, finished: threading.Event) -> None:
 
 
 def status_of(pid: int) -> int | None:
-    """Return a child process's exit status without reaping the process; 0: already reaped; None: running or unknown."""
+    """Return a child's exit status without reaping it: 0 if it was reaped before, None if it runs or is unknown."""
     if not hasattr(os, "waitid"):  # macOS lacks waitid
         return None
     try:

@@ -23,7 +23,7 @@ from titanlite.files.durable import Record
 from titanlite.launch.process_table import machine, process_start_time
 from titanlite.launch.progress import progress
 
-LARGEST_LOCK = 4096  # most bytes of a lock file that are read
+LARGEST_LOCK = 4096  # maximum number of bytes that are read from a lock file
 BEAT_OFFSET = len('{"beat": "')
 
 Name = Annotated[str, Field(max_length=256)]
@@ -39,7 +39,7 @@ class Holder(Record):
     beat: Annotated[str, Field(pattern=r"^[0-9]{12}$")]  # the first key, so that `beat` has a fixed place in the file
     node: Name
     machine: Name
-    """Name of a booted kernel and of a process table, within which process IDs can be compared."""
+    """Name of a booted kernel and its process table. Process IDs can be compared only if this name is the same."""
     pid: Annotated[int, Field(ge=1, le=2**31 - 1)]
     start_time: Name  # start time of the process, since a later process may have the same ID
     since: Name
@@ -85,11 +85,11 @@ class FolderLock:
     folder: Path  # folder to lock, which `acquire` creates if it does not exist
     name: str
     purpose: str  # beginning of messages, such as 'job.dump_folder = "outputs"'
-    advice: str  # end of the message about a folder in use: what to do
+    advice: str  # end of the message about a folder in use, such as 'wait for that run'
     lost: Callable[[str], None]
     """Called with a message, in the heartbeat's thread, if another process took over the lock."""
     take_over: bool = True
-    """Whether to take over other nodes' locks without heartbeat; dead locks of this node are always taken over."""
+    """Whether to take over another node's lock whose heartbeat has stopped. On this node, dead locks always are."""
     beat_seconds: float = 5.0
     patience: int = 6  # number of heartbeats without which the holder of a lock counts as dead
     token, _beats, _thread = "", 0, None
@@ -98,8 +98,8 @@ class FolderLock:
         self.path, self._released = self.folder / self.name, threading.Event()
 
     def acquire(self) -> None:
-        """Take the lock, perhaps from a dead process, and start the heartbeat. Raises FolderInUse if another process
-        holds the lock, and ConfigError if the folder cannot be written."""
+        """Take the lock, from a dead process if necessary, and start the heartbeat. Raises FolderInUse if another
+        process holds the lock, and ConfigError if the folder cannot be written."""
         self.token = secrets.token_hex(16)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -129,14 +129,14 @@ class FolderLock:
         return _token(_read(self.path)) == self.token
 
     def _is_settled(self) -> bool:
-        """Return whether this process still holds the lock after a moment, in which another process may have renamed
-        the lock file (_withdraw) and a third process may have created a new one."""
+        """Wait a moment, and return whether this process still holds the lock: another process may have renamed the
+        lock file (_withdraw), and a third process may then have created a new one."""
         time.sleep(min(self.beat_seconds / 2, 0.1))
         return self.is_held()
 
     def _create(self) -> bool:
-        """Create the lock file; return False if it exists. The file is empty for a moment, and forever if this process
-        then dies: a process that reads an empty file waits for a change."""
+        """Create the lock file; return False if it exists. The file is empty for a moment, and stays empty if this
+        process dies in that moment, so a process that reads an empty file waits for a change."""
         holder = Holder(
             beat=f"{self._beats:012}",
             node=platform.node()[:256],
@@ -158,8 +158,8 @@ class FolderLock:
         return True
 
     def _withdraw(self, found: bytes | None) -> None:
-        """Remove the lock file if its content is still `found`. Rename it first: if two processes remove the same dead
-        lock, the later process must not remove the earlier one's new lock."""
+        """Remove the lock file if its content is still `found`. The file is renamed first: if two processes remove the
+        same dead lock, the later process must not remove the new lock of the earlier process."""
         aside = self.path.with_name(f"{self.path.name}.{self.token}.old")
         with contextlib.suppress(FileNotFoundError):
             os.rename(self.path, aside)
@@ -189,8 +189,8 @@ class FolderLock:
         return True
 
     def _watch(self, found: bytes, who: str) -> bytes | None:
-        """Return the lock file's content once it differs from `found`, or `found` if it does not change. The limit is a
-        number of reads, not a time, since holder and this process may have been suspended together."""
+        """Return the lock file's content once it differs from `found`, or `found` if it does not change. The wait ends
+        after a number of reads, not a time, since the holder and this process may have been suspended together."""
         looks_per_beat = 10
         with progress(f"{self.purpose}: waiting for a heartbeat of {who}"):
             for _ in range(looks_per_beat * self.patience):

@@ -36,7 +36,7 @@ from titanlite.launch.other_processes import listen_as_launcher
 from titanlite.launch.process import ENDS_WITH_STDIN, LOG_FOLDER, STARTED_BY, available_cores
 
 BYTES_PER_PARAMETER = 6
-"""Fewest bytes of persistent memory per parameter: weight, exp_avg and exp_avg_sq in bfloat16."""
+"""Minimum number of bytes of persistent memory per parameter: weight, exp_avg and exp_avg_sq in bfloat16."""
 VARIABLES = {
     "NNODES": ("[1-9][0-9]{0,8}(:[1-9][0-9]{0,8})?", "an integer >= 1"),
     "LOG_RANK": ("[0-9]{1,9}(,[0-9]{1,9})*", "ranks of this node, as in 0,1"),
@@ -49,7 +49,7 @@ VARIABLES = {
 
 
 def ranks_wanted(loaded: LoadedConfig[Config], environment: Mapping[str, str], n_devices: int) -> int:
-    """Return the number of ranks on all nodes: NGPU per node, else the degrees' product (-1: all devices)."""
+    """Return the number of ranks on all nodes: NGPU times the nodes or, without NGPU, as many as the degrees need."""
     _, nodes = nodes_of(environment)
     if environment.get("NGPU"):
         return nodes * count(environment, "NGPU", 1)
@@ -92,7 +92,7 @@ def check_folders(loaded: LoadedConfig[Config]) -> None:
 
 
 def load_and_check(argv: list[str], use: Callable[[LoadedConfig[Config]], Any]) -> LoadedConfig[Config]:
-    """Load a config. Raises ConfigError with all problems of options and folders and those that `use` raises."""
+    """Load a config and call `use` with it. Raises ConfigError with all problems of options, folders and `use`."""
     problems, checks, (own, options) = list[str](), [use, check_folders], take_own(argv)
     try:
         loaded = load(options, own)
@@ -103,7 +103,7 @@ def load_and_check(argv: list[str], use: Callable[[LoadedConfig[Config]], Any]) 
 
 
 def count_devices() -> int:
-    """Return the number of this node's accelerators; torch, a slow import, is imported only if there is a driver."""
+    """Return the number of this node's accelerators. Importing torch is slow, so it waits until a driver is found."""
     if not shutil.which("nvidia-smi") and not Path("/dev/kfd").exists():
         return 0
     import torch
@@ -112,7 +112,7 @@ def count_devices() -> int:
 
 
 def nodes_of(environment: Mapping[str, str]) -> tuple[int, int]:
-    """Return the least and the largest number of nodes, from NNODES. Raises ConfigError if NNODES is wrong."""
+    """Return the smallest and the largest number of nodes, from NNODES. Raises ConfigError if NNODES is wrong."""
     text = text_of(environment, "NNODES", "1")
     least, most = map(int, (text.split(":") * 2)[:2])
     if least > most:
@@ -121,7 +121,7 @@ def nodes_of(environment: Mapping[str, str]) -> tuple[int, int]:
 
 
 def text_of(environment: Mapping[str, str], name: str, default: str = "") -> str:
-    """Return the value of one of VARIABLES, or `default` if unset or empty. Raises ConfigError if a value is bad."""
+    """Return the value of one of VARIABLES, or `default` if it is unset or empty. Raises ConfigError if it is wrong."""
     pattern, expected = VARIABLES[name]
     if (text := environment.get(name) or default) and not re.fullmatch(pattern, text, re.ASCII):
         raise ConfigError([f"environment: {name} = {show(text)}: expected {expected}"])
@@ -129,7 +129,7 @@ def text_of(environment: Mapping[str, str], name: str, default: str = "") -> str
 
 
 def require_place(environment: Mapping[str, str], ranks: int = 1) -> None:
-    """Raise ConfigError if variables of the launch are wrong, or several nodes lack NODE_RANK or MASTER_ADDR."""
+    """Raise ConfigError if a variable of the launch is wrong, or if one that several nodes need is missing."""
     nodes = nodes_of(environment)[1]
     missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if not environment.get(name)]
     if missing and nodes > 1:
@@ -144,7 +144,7 @@ def require_place(environment: Mapping[str, str], ranks: int = 1) -> None:
 
 
 def launch_variables(loaded: LoadedConfig[Config]) -> dict[str, str]:
-    """Write the ranks' config file, and return their environment variables. Raises ConfigError if it is unwritable."""
+    """Write the config file of ranks, and return their variables. Raises ConfigError if the file cannot be written."""
     dump_folder = loaded.config.job.dump_folder
     folder = Path(dump_folder) / "logs"
     try:

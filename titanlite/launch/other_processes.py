@@ -22,7 +22,7 @@ class LauncherSignals(Signals):
         self._stopped: set[int] = set()
 
     def received(self, number: int) -> None:
-        """Pass a signal on to the ranks (for SIGHUP, SIGTERM). A stop before ranks have started ends the launcher."""
+        """Pass a signal on to the ranks (SIGHUP as SIGTERM). A stop signal before ranks start ends the launcher."""
         ranks = children(os.getpid())
         self.stopping = self.stopping or number != signal.SIGUSR1
         if self.stopping and not self.ranks_exist and not ranks:
@@ -34,7 +34,7 @@ class LauncherSignals(Signals):
         self.pass_on()
 
     def pass_on(self) -> None:
-        """Called periodically: if the launcher is to stop, send SIGTERM to ranks that have received no signal yet."""
+        """If the launcher is to stop, send SIGTERM to ranks that have received no signal yet. Called periodically."""
         self.ranks_exist = self.ranks_exist or bool(children(os.getpid()))
         if self.stopping:
             ranks = set(children(os.getpid())) - self._stopped

@@ -27,7 +27,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 STARTED_BY = "TITANLITE_LAUNCHER"
 """Environment variable: the process ID of the launcher that started a rank."""
 ENDS_WITH_STDIN = "TITANLITE_ENDS_WITH_STDIN"
-"""Environment variable of a command's ranks: a rank ends when its standard input closes, as the command ends."""
+"""Environment variable of a command's ranks: a rank ends when its standard input closes, because the command ended."""
 STOPPED = 128 + signal.SIGTERM
 """Exit status of a rank that was asked to stop before it had anything to save."""
 SECONDS_OF_A_STALL = 10
@@ -42,7 +42,7 @@ def available_cores() -> int:
 
 
 class Signals:
-    """The signals that this process has received, which a thread reads, since the main thread may hang."""
+    """The signals that this process has received. A thread reads them, since the main thread may hang."""
 
     def __init__(self) -> None:
         self.stopping, self.saves, self.answered_saves = False, 0, 0
@@ -138,8 +138,8 @@ log = 2
 
 
 def prepare(*, is_command: bool) -> None:
-    """Make a process independent of its environment: remove a notebook's variables of ranks, open closed standard
-    streams, escape characters that a stream cannot encode, and give an unknown user a name and a home."""
+    """Make a process independent of its environment: remove rank variables that a notebook has set, open closed
+    standard streams, escape characters that a stream cannot encode, and give an unknown user a name and a home."""
     keep_children_safe()
     if "TORCHELASTIC_RUN_ID" not in os.environ and (is_command or "WORLD_SIZE" not in os.environ):
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
@@ -181,7 +181,7 @@ def retain_freed_memory() -> None:
 
 
 def end_after(wait: Callable[[], object], name: str, status: int = -signal.SIGKILL) -> None:
-    """Start a thread that calls `wait` and then ends this process, with `status` or, if negative, by a signal."""
+    """Start a thread that calls `wait`, then ends this process with `status` or, if negative, by signal -status."""
 
     def watch() -> None:
         wait()
@@ -236,7 +236,7 @@ _stalled: set[int | IO[str]] = set()
 
 
 def takes_text(file: int | IO[str]) -> bool:
-    """Return whether a file accepts text now. Wait once for a stalled terminal or pipe; then its text is lost."""
+    """Return whether a file accepts text now. Wait only once for a stalled terminal or pipe; later text is lost."""
     poll = select.poll()
     with contextlib.suppress(ValueError):  # the stream has no file descriptor
         poll.register(file, select.POLLOUT)
@@ -266,7 +266,7 @@ def print_to_console(text: str, *, hidden: bool = False) -> None:
 
 
 class UnfailingStream:
-    """A stream that writes each line at once, also to the rank's log, and never fails: a lost console ends no run."""
+    """Writes each line at once to a stream and the rank's log. Never fails, since a lost console must end no run."""
 
     def __init__(self, stream: IO[str]):
         self._stream, self._line = stream, ""

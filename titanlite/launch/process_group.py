@@ -90,9 +90,9 @@ def process_group(
 
 
 def set_timeout(device: torch.device, seconds: int) -> None:
-    """Change how long the collectives of all process groups may take. Private:
-    torch.distributed.distributed_c10d._world.pg_map lists all groups, FSDP's included; torch.distributed.set_timeout,
-    which before torch 2.15 is named _set_pg_timeout (tried on 2.11 and 2.13, gloo)."""
+    """Change how long the collectives of all process groups may take. Uses the private dictionary _world.pg_map of
+    torch.distributed.distributed_c10d, which has all groups (also FSDP's), and, before torch 2.15, the private function
+    _set_pg_timeout, which is the later torch.distributed.set_timeout (tested with torch 2.11 and 2.13, gloo)."""
     if device.type == "cuda":  # on CUDA, running collectives keep the old timeout
         torch.cuda.synchronize()
         dist.barrier()
@@ -106,7 +106,7 @@ def set_group_timeout(group: dist.ProcessGroup, seconds: int) -> None:
 
 
 def _backstop(seconds: int) -> timedelta:
-    """Return process groups' timeout. It exceeds the watchdog's, so that the watchdog names the failed rank first."""
+    """Return process groups' timeout, which exceeds the watchdog's, so that the watchdog names a failed rank first."""
     return timedelta(seconds=seconds + BACKSTOP_SECONDS)
 
 

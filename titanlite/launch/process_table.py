@@ -11,7 +11,7 @@ from pathlib import Path
 
 @functools.cache
 def machine() -> str:
-    """Return a name of this booted kernel and of this process table; each container has its own table."""
+    """Return a name that identifies this booted kernel and this process table; each container has its own table."""
     if not sys.platform.startswith("linux"):
         return platform.node()
     try:
@@ -27,7 +27,7 @@ def process_start_time(pid: int) -> str | None:
         command = ["ps", "-o", "lstart=", "-p", str(pid)]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     try:
-        # The name in parentheses may have spaces. The start time is the 19th field after the state (proc_pid_stat(5)).
+        # The process's name, in parentheses, may have spaces. Fields 3, 22: state, start time (proc_pid_stat(5)).
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:  # /proc may hide other users' processes (hidepid)
         try:

@@ -45,7 +45,7 @@ def progress(
 
 
 def progress_line(description: str, done: int, total: int | None, unit: str, seconds: float) -> str:
-    """Return the line about some work after `seconds`: "validation: 10 of 40 batches, 0:00:20, 0:01:00 left"."""
+    """Return the progress line after `seconds`, such as "validation: 10 of 40 batches, 0:00:20, 0:01:00 left"."""
     amount = [f"{done:,} of {total:,} {unit}"] if total is not None else [f"{done:,} {unit}"] if done else []
     left = [f"{timedelta(seconds=round(seconds / done * (total - done)))} left"] if total and done else []
     return f"{description}: {', '.join([*amount, str(timedelta(seconds=round(seconds))), *left])}"
@@ -85,8 +85,8 @@ class Activity:
 
 current = Activity()
 train_timeout: float | None = None  # comm.train_timeout_seconds; None until the first step is done
-_longest: dict[str, float] = {}  # most seconds that each activity has taken, by name
-_longest_at_first: dict[str, float] = {}  # most seconds of each activity in this run's first step, with compilation
+_longest: dict[str, float] = {}  # longest time that each activity has taken in seconds, by name
+_longest_at_first: dict[str, float] = {}  # `_longest` in the first step, which may compile
 
 
 def mark(name: str, step: int | None = None, *, limited: bool = True) -> None:

@@ -47,8 +47,8 @@ def check_writable(folders: Mapping[str, Path]) -> None:
 
 
 def lock_run(folders: Mapping[str, Path], job: Job, lost: Callable[[str], None]) -> None:
-    """Lock each folder against other runs until this process ends. Raises ConfigError if another run holds a lock; if
-    another run takes over a lock later, calls `lost`: this run must then stop writing."""
+    """Lock each folder against other runs until this process ends. Raises ConfigError if another run holds a lock. If
+    another run takes over a lock later, `lost` is called, which must make this run stop writing."""
     options = {folder.resolve(): option for option, folder in reversed(folders.items())}  # a folder's first option wins
     locks = []
     for option in reversed(options.values()):

@@ -47,7 +47,7 @@ class Watchdog(OneRank):
 
     @property
     def timeout(self) -> float:
-        """Seconds without a sign of life, or progress, after which a rank counts as hanging; at least 3 intervals."""
+        """Seconds without a heartbeat or progress after which a rank counts as hanging: at least 3 heartbeats' time."""
         return max(3 * self.interval, progress.train_timeout or self.comm.init_timeout_seconds)
 
     def __enter__(self) -> None:
@@ -62,7 +62,7 @@ class Watchdog(OneRank):
             self._finished.set()
 
     def end(self, message: str, status: int, *, lost_connection: bool = False) -> None:
-        """End all ranks after an error; a node prints the first. lost_connection: wait for another rank's error."""
+        """End all ranks after an error; each node prints the first. lost_connection: wait for another rank's error."""
         deadline = time.monotonic() + RECORD_SECONDS
         while lost_connection and self._begun and time.monotonic() < deadline:
             time.sleep(0.1)  # _beat, in its own thread, ends this process when it reads another rank's failure
@@ -76,7 +76,7 @@ class Watchdog(OneRank):
         return failure(self.launch.rank, message, status) | more
 
     def _recorded(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Record a failure, and return the first of all ranks' failures, which may be another than `record`."""
+        """Record a failure, and return the first failure that any rank has recorded, which need not be `record`."""
         if self._begun:
             answer: queue.Queue[dict[str, Any]] = queue.Queue()
             self._requests.put((record, answer))
@@ -162,7 +162,7 @@ class Watchdog(OneRank):
         return self._hang()
 
     def _watch(self) -> None:
-        """End this rank if the store does not answer within the timeout, as without a network."""
+        """End this rank if the store does not answer within the timeout, for example because the network fails."""
         while not self._finished.wait(1):
             if self._store and progress.now() - self._answered > self.timeout:
                 self._lost_store(f"no answer for {self.timeout} s")
@@ -174,7 +174,7 @@ class Watchdog(OneRank):
         self._end(self._record(message if self.launch.local_rank == 0 else ""))  # one message per node
 
     def _hang(self, silent: int | None = None) -> dict[str, Any] | None:
-        """Return the record of a hang of rank `silent` (None: of the slowest), or None if all may be compiling."""
+        """Return the record of a hang of rank `silent` (by default the slowest); None if all ranks may be compiling."""
         keys, missing = [f"rank/{rank}" for rank in range(self.launch.world_size)], []
         if not self._store.check(keys):
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
@@ -214,8 +214,8 @@ def _where(rank: int, beat: dict[str, Any]) -> str:
 
 
 def _dump_flight_recorder(path: Path) -> None:
-    """Write NCCL's last collectives, as torch does after a timeout of NCCL's own. Private:
-    torch._C._distributed_c10d._dump_nccl_trace, in the builds of torch that have NCCL (not tried on a GPU)."""
+    """Write NCCL's last collectives to a file, as torch does after a timeout in NCCL. Uses the private function
+    torch._C._distributed_c10d._dump_nccl_trace of torch's builds that have NCCL (not tested on a GPU)."""
     from torch._C import _distributed_c10d
 
     if dump := getattr(_distributed_c10d, "_dump_nccl_trace", None):
