@@ -1,4 +1,4 @@
-"""Checkpoints of LoRA adapters without base weights: find and check the base weights, and merge the adapters."""
+"""Checkpoints that have LoRA adapters but no base weights: find and check the base weights, and merge the adapters."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,8 +17,8 @@ from titanlite.parallel.shards import local_shard
 
 
 def hash_of_base(place: str) -> str:
-    """Return a hash of the weights in a folder. A checkpoint's manifest is hashed; of a Hugging Face folder, the files
-    are hashed (of a large file, samples of its bytes). Raises ConfigError if there is no such folder."""
+    """Return a hash of the weights in a folder: of a checkpoint's manifest, or of a Hugging Face folder's tensor files,
+    where only samples of a large file's bytes are hashed. Raises ConfigError if there is no such folder."""
     if place == SEEDED:
         return SEEDED
     path = Path(place)
@@ -30,7 +30,7 @@ def hash_of_base(place: str) -> str:
 
 
 def lora_of(reader: CheckpointReader) -> Lora | None:
-    """Return the section [lora] of the run that saved a checkpoint; None if the checkpoint has full weights."""
+    """Return the config section [lora] of the run that saved a checkpoint; None if the checkpoint has full weights."""
     identity, keys = reader.state["identity"], Lora.model_fields
     if not identity.get("lora.rank"):
         return None
@@ -58,8 +58,8 @@ def base_of(reader: CheckpointReader) -> str:
 
 
 def adapters_of(reader: CheckpointReader, lora: Lora, shapes: Mapping[str, torch.Size]) -> dict[str, list[str]]:
-    """Return the names of the LoRA factors A and B in a checkpoint, by the name of the base weight; `shapes` has the
-    shape of each base weight. Raises ConfigError if the factors of a weight do not fit its shape."""
+    """Return the names of the LoRA factors A and B in a checkpoint, for each base weight that has them. `shapes` has
+    the shape of each base weight by name. Raises ConfigError if the factors of a weight do not fit its shape."""
     adapters = {}
     for name, shape in shapes.items():
         experts = name.replace(".experts.", ".experts.adapters.") if len(shape) > 2 else name
@@ -76,8 +76,8 @@ def adapters_of(reader: CheckpointReader, lora: Lora, shapes: Mapping[str, torch
 
 @torch.no_grad()
 def merge(reader: CheckpointReader, model: nn.Module) -> None:
-    """Merge a checkpoint's LoRA adapters into this rank's shards of the base weights: W + (lora.alpha / lora.rank) B A,
-    rounded once. The base weights are first cast to lora.base_dtype, as in training."""
+    """Merge a checkpoint's LoRA adapters into this rank's shards of the base weights: W + (lora.alpha / lora.rank) B A.
+    The sum is rounded once. The base weights are first cast to lora.base_dtype, as in training."""
     from titanlite.hf.load import local_indices  # imported here: hf/ imports checkpoint/
 
     lora, dtype, parameters = lora_of(reader), dtype_of(reader), dict(model.named_parameters())

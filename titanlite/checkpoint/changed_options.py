@@ -15,8 +15,8 @@ OF_DATA += ("training.long", "training.streaming", "validation.dataset", "valida
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> str:
     """Return a line with the options that differ between a checkpoint (`old`) and this run (`new`). If the
-    learning-rate schedules differ, add the learning rates of `step` (`old`) and of the next step (`new`). Raises
-    ConfigError if the checkpoint's options are not valid."""
+    learning-rate schedules differ, the line also has the old learning rate of `step` and the new one of the next step.
+    Raises ConfigError if the checkpoint's options are not valid."""
     line = f"changed since the checkpoint: {listed(old, new)}"
     if any(key == "optimizer.lr" or key.startswith("lr_scheduler.") for key in differences(old, new)):
         before, last = learning_rate(old, step), new["lr_scheduler.total_steps"]
@@ -26,7 +26,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> str:
 
 
 def listed(old: Mapping[str, Any], new: Mapping[str, Any], begins: tuple[str, ...] = ("",)) -> str:
-    """Return the options whose names have a prefix in `begins` and whose values differ, with both values."""
+    """Return, with both values, the options that differ and whose names begin with one of the strings in `begins`."""
     changed = {key: values for key, values in differences(old, new).items() if key.startswith(begins)}
     return ", ".join(f"{key} {shown(before)} -> {shown(after)}" for key, (before, after) in changed.items())
 

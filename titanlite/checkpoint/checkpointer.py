@@ -4,8 +4,8 @@
     manifest.json                   which slice of which tensor is in which file, and checksums
     state.json                      step, data position and the identity that a resumed run must share
 
-No file contains code: tensors are in safetensors files, everything else is JSON. folder.py lists the folder names of
-checkpoints by their state, such as unconfirmed or damaged."""
+No file contains code: tensors are in safetensors files, everything else is JSON. folder.py lists the states of a
+checkpoint, such as unconfirmed or damaged, and the folder name in each state."""
 
 import contextlib
 import json
@@ -55,8 +55,8 @@ class NotSavedError(TrainingError):
 class Checkpointer(NoCheckpoints):
     """Saves and resumes the checkpoints of a run. Every rank must make the same calls. checkpoint.folder is relative to
     `dump_folder`. An "async" save returns once the state is copied to host memory. `identity`, plain JSON, contains the
-    seed, the data and the model's dimensions; a resumed run must have the same, except for the keys in `may_differ`.
-    `config` is saved with each step."""
+    seed, the data and the model's dimensions; a resumed run must have the same identity, except for the keys in
+    `may_differ`. `config`, the run's options by full name, is saved in each checkpoint."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Checkpointer(NoCheckpoints):
         self.unconfirmed: list[int] = []
         """Steps of complete checkpoints whose weights have given no finite loss yet."""
         self.agreed_step = math.inf
-        """The last step at which a comparison of replicas found no difference; infinite without comparisons."""
+        """The last step at which a comparison of replicas found no difference; infinite if none are compared."""
         self.seconds = 0.0
         """Seconds during which saves have stopped the training since the last call of `metrics`."""
         self._finite_step = 0
@@ -109,10 +109,10 @@ class Checkpointer(NoCheckpoints):
         return saved
 
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-        """Load the newest checkpoint into model and optimizer, and random states if the number of ranks is the same.
+        """Load the newest checkpoint into model and optimizer, and its random states if it is of as many ranks as run.
         Return the `state` that was passed to `save`, with the key `step`; None without a checkpoint. Raises ConfigError
-        if load_step is not the newest step, the identity differs, or the checkpoint is damaged (with on_corrupt =
-        "previous": if every checkpoint is)."""
+        if load_step is not the newest step, the identity differs, or the checkpoint is damaged; with on_corrupt =
+        "previous", a damaged checkpoint is an error only if every checkpoint is damaged."""
         names = self._from_rank0(self._names.to_resume)  # ranks may see different names on a network disk
         steps = [state_of(Path(name))[0] for name in names]
         if self.checkpoint.load_step not in (-1, *steps[-1:]):
@@ -148,7 +148,7 @@ class Checkpointer(NoCheckpoints):
         *,
         is_last: bool = True,
     ) -> None:
-        """Wait for the previous asynchronous save, then save a step. `state`: plain JSON, the same on every rank.
+        """Wait for the previous asynchronous save, then save `step`. `state`: plain JSON, the same on every rank.
         Raises TrainingError if either save fails, and checkpoint.on_error is "fail" or `is_last` is true."""
         self.finish()
         with self._stops_training(), self._tolerated(step, is_last):
@@ -189,7 +189,7 @@ class Checkpointer(NoCheckpoints):
 
     def _write(self, step: int, slices: tensors.Slices, state: bytes) -> None:
         """Write this rank's file. After all ranks have written their files, rank 0 writes state.json and the manifest,
-        and renames the folder. So an asynchronous save completes even if the training fails meanwhile."""
+        and renames the folder. In an asynchronous save, all of this runs in a thread, even if the training fails."""
         rank, stored, folder = dist.get_rank(), None, self.folder / f"step-{step}{TEMPORARY}"
         file = folder / f"rank-{rank:05d}.safetensors"
         with self._saves(step):
@@ -282,7 +282,7 @@ class Checkpointer(NoCheckpoints):
 
     def set_aside(self, suffix: str) -> str:
         """Rename checkpoints whose weights gave no finite loss (`suffix` DIVERGED), or that were saved since replicas
-        last agreed (SUSPECT). Return text about them for the error message. Every rank must call it."""
+        last agreed (`suffix` SUSPECT). Return a text for the error message. Every rank must call this method."""
         with contextlib.suppress(NotSavedError):
             self.finish()
         steps = [step for step in self.unconfirmed if suffix == SUSPECT or step >= self._finite_step]
@@ -294,7 +294,7 @@ class Checkpointer(NoCheckpoints):
 
     def confirm_last(self, step: int, loss: float, *, may_fail: bool) -> None:
         """Confirm the checkpoint of a run's last step if `loss`, computed with the checkpoint's weights, is finite.
-        Otherwise raise TrainingError, unless `may_fail`: the run may have another non-finite step."""
+        Otherwise raise TrainingError, unless `may_fail` is true: the run is allowed another non-finite step."""
         if math.isfinite(loss):
             self.confirm(step + 1)
         elif not may_fail:
@@ -326,13 +326,13 @@ class Checkpointer(NoCheckpoints):
         return result[0]
 
     def _saved(self, step: int) -> None:
-        """Record a complete checkpoint as unconfirmed, and confirm it if a later step had a finite loss already."""
+        """Record a complete checkpoint as unconfirmed, and confirm it if a later step has had a finite loss already."""
         self.unconfirmed.append(step)
         self.confirm(self._finite_step)
 
     @contextlib.contextmanager
     def _tolerated(self, step: int, is_last: bool) -> Iterator[None]:
-        """If the `with` body cannot write a checkpoint, free its space; raise if `is_last` or on_error = "fail"."""
+        """If the `with` body cannot write a checkpoint, delete its files; raise if `is_last` or on_error = "fail"."""
         try:
             yield
         except NotSavedError as error:

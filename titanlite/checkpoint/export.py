@@ -35,8 +35,8 @@ def run(
     merge: bool = False,
     verifies: bool = False,
 ) -> None:
-    """Export a checkpoint and print what was written. `verifies`: reject an export of adapters only, which --verify
-    cannot verify. Raises ConfigError if the checkpoint cannot be exported."""
+    """Export a checkpoint and print what was written. `verifies` is the option --verify, for which an export of
+    adapters alone is an error. Raises ConfigError if the checkpoint cannot be exported."""
     from titanlite.hf.export import export  # imported here: hf/ imports checkpoint/
     from titanlite.hf.load import HF_DTYPES
     from titanlite.hf.peft import export_adapters
@@ -83,7 +83,7 @@ def run(
 
 
 def _tokenizer(assets: str, vocab_size: int, max_seq_len: int) -> tuple[int | None, int, str, dict[str, Any]]:
-    """Return a tokenizer's BOS, EOS, description and files. Raises ConfigError if the model has too few embeddings."""
+    """Return a tokenizer's BOS id, EOS id, description and files. Raises ConfigError if the model lacks embeddings."""
     rows = Rows(vocab_size, f"model.vocab_size = {vocab_size}", "name the run's with --tokenizer")
     built, origin = build_tokenizer(assets).fit(rows), assets or "bytes, so there are no files of it"
     if built.vocab_size > rows.n:
@@ -92,7 +92,7 @@ def _tokenizer(assets: str, vocab_size: int, max_seq_len: int) -> tuple[int | No
 
 
 def _merged(path: Path, options: Model, dtype: torch.dtype) -> Any:
-    """Return a reader of a checkpoint's weights, merged with its LoRA adapters in host memory."""
+    """Return a reader of the weights that a checkpoint's LoRA adapters and their base give, merged in host memory."""
     model = build_llama(options, max_seq_len=1).to(dtype)
     model.materialize(torch.device("cpu"))
     load_weights(path, model, options)
@@ -102,8 +102,8 @@ def _merged(path: Path, options: Model, dtype: torch.dtype) -> Any:
 
 
 def export_last_step(dump_folder: Path, options: Checkpoint) -> None:
-    """Export the checkpoint of step training.steps (from the run's config.toml) as step-N-hf beside the checkpoint. Do
-    nothing if there is no checkpoint, or step-N-hf exists. Raises ConfigError if the export is impossible."""
+    """Export the checkpoint of the last step (training.steps in the run's config.toml) to step-N-hf beside it. Do
+    nothing if that checkpoint is missing or step-N-hf exists. Raises ConfigError if the export is impossible."""
     step = value_of_run(read_config(dump_folder / "config.toml"), "training", "steps")
     checkpoint, out = (dump_folder / options.folder / f"step-{step}{end}" for end in ("", "-hf"))
     if checkpoint.exists() and not out.exists():
@@ -113,7 +113,7 @@ def export_last_step(dump_folder: Path, options: Checkpoint) -> None:
 
 def folder_of_source(choice: str | None, config: dict[str, Any]) -> Path | None:
     """Return the folder of the released model that a run started from; None if it started from initial weights.
-    `choice` is the argument --source, None without it. Raises ConfigError if the folder has no config.json."""
+    `choice` is the value of --source, or None if it is not given. Raises ConfigError if there is no config.json."""
     path = choice or value_of_run(config, "checkpoint", "initial_load_path")
     if choice is None and isinstance(path, str) and state_of(Path(path)):  # path is the checkpoint of another run
         from_hf = value_of_run(config, "model", "flavor") == "from_hf"

@@ -17,7 +17,7 @@ BESIDE_THE_TOKENIZER = (
     *("tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
 )
-LARGEST_FILE = 2**28  # largest file, in bytes, that is read
+LARGEST_FILE = 2**28  # maximum size, in bytes, of a file that is read
 
 
 def tokenizer_files(tokenizer: Tokenizer, max_seq_len: int) -> dict[str, bytes]:
@@ -30,11 +30,11 @@ def tokenizer_files(tokenizer: Tokenizer, max_seq_len: int) -> dict[str, bytes]:
     config = {"tokenizer_class": tokenizer.call(class_of), "model_max_length": max_seq_len}
     config |= read_json_object(file.parent / name) if name in files else {}
     files[name] = json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
-    return {**files, "tokenizer.json": read_file(file, LARGEST_FILE)}  # the tokenizer's file may have another name
+    return {**files, "tokenizer.json": read_file(file, LARGEST_FILE)}  # `file` may have another name
 
 
 def class_of(tokenizer: Tokenizer) -> str:
-    """Return a class name for a tokenizer that both transformers 4 and transformers 5 know."""
+    """Return the name of a tokenizer's class, or of an equal class that both transformers 4 and 5 have."""
     name = type(tokenizer.loaded).__name__  # type: ignore[attr-defined]
     return "PreTrainedTokenizerFast" if name == "TokenizersBackend" else name
 
@@ -69,7 +69,7 @@ def model_card(path: Path, name: str, config: dict[str, Any], source: Path | Non
 
 
 def _losses(run: Path, step: int) -> str:
-    """Return a line with the last training loss and the last validation loss that a run logged up to a step."""
+    """Return lines with the last training loss and the last validation loss that a run logged up to a step."""
     metrics, losses = run / "metrics.jsonl", dict[str, str]()
     for row in map(row_of, io.BytesIO(read_file(metrics, LARGEST_FILE)) if metrics.is_file() else ()):
         for what in ("loss", "validation") if row and row["step"] <= step else ():

@@ -24,9 +24,9 @@ def write_file(
     tensors: dict[str, tuple[Tensor, tuple[int, ...], tuple[int, ...]]],
     read: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor,
 ) -> Stored:
-    """Write slices of tensors, each with its offset in the full tensor and the full tensor's shape, on any device.
-    Return the file's entry for the manifest. Slices are copied to host memory one at a time. `read` returns the data of
-    a slice on the meta device. Raises OSError if the file cannot be written."""
+    """Write slices of tensors, each given with its offset in the full tensor and the full tensor's shape. Return the
+    file's entry for the manifest. Slices are copied to host memory one at a time. `read` returns the data to write for
+    a slice; it is needed for the meta device. Raises OSError if the file cannot be written."""
     entries, slices = {}, {}
     for name, (tensor, offset, shape) in tensors.items():
         dtype = DTYPE_NAMES[tensor.dtype]
@@ -44,7 +44,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 class CheckedFile:
     """Reads slices of tensors from one file. Raises ConfigError, with the names of file and tensor, if the file's size,
-    header or any byte read differs from the manifest."""
+    its header or any byte that is read differs from the manifest."""
 
     def __init__(self, path: Path, entry: FileEntry, expected: dict[str, tuple[str, Slice]]):
         """Check the file's size and header. `expected`: the dtype and the slice of each tensor in the file."""
@@ -87,7 +87,7 @@ class CheckedFile:
         return self._begin + begin, self._begin + end, stored
 
     def read_into(self, target: Tensor, name: str, wanted: Slice) -> None:
-        """Copy into `target`, the tensor of the slice `wanted`, those of its elements that this file has."""
+        """Copy the elements of the slice `wanted` that this file has into `target`, which has the shape of `wanted`."""
         begin, end, stored = self._places[name]
         part = stored.overlap(wanted)
         target = target[part.inside(wanted)]

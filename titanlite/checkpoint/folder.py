@@ -3,13 +3,13 @@
     step-100/               good: its weights have given a finite loss and gradient norm
     step-200.unconfirmed/   complete, but its weights have given no finite loss yet
     step-300.tmp/           being written, or left by a run that died; never read
-    step-200.replaced/      complete, while another checkpoint of the same step takes its name
+    step-200.replaced/      complete, renamed while another checkpoint of the same step takes its name
     step-200.diverged/      its weights gave a loss or gradient norm that was not finite
     step-200.suspect/       saved after the last comparison in which replicas agreed
     step-200.damaged/       renamed by checkpoint.on_corrupt = "previous"
 
-A resume reads the newest good or unconfirmed checkpoint. Whenever the process is killed, a complete checkpoint of the
-newest saved step remains, good, unconfirmed or replaced. Only rank 0 changes the folder."""
+A resume reads the newest good or unconfirmed checkpoint. At any moment at which the process may be killed, the folder
+has a complete checkpoint (good, unconfirmed or replaced) of the newest saved step. Only rank 0 changes the folder."""
 
 import contextlib
 import errno
@@ -30,7 +30,7 @@ SET_ASIDE = {
     SUSPECT: "it was saved after the last comparison of replicas that agreed",
     DAMAGED: "it is damaged",
 }
-"""For each suffix of checkpoints that are set aside, the reason why no resume reads them."""
+"""The reason why a resume does not read a checkpoint that was set aside, by the suffix of the checkpoint's name."""
 
 
 def state_of(path: Path) -> tuple[int, str] | None:
@@ -58,7 +58,7 @@ def complete_steps(folder: Path) -> list[int]:
 
 
 def _remove(path: Path) -> None:
-    """Delete a folder. If it is a symbolic link, delete only the link: the target is not this run's."""
+    """Delete a folder. If it is a symbolic link, delete only the link, since its target is not of this run."""
     if path.is_symlink():
         path.unlink()
     else:
@@ -80,7 +80,7 @@ class CheckpointFolder:
         return self._path
 
     def recover(self) -> None:
-        """Delete a killed run's unfinished checkpoints, and finish renames. Raises ConfigError if step-N is a file."""
+        """Delete a killed run's unfinished checkpoints, finish its renames. Raises ConfigError if step-N is a file."""
         for path in self.path.glob("step-*"):
             if (state_of(path) or path.name.endswith(TEMPORARY)) and not path.is_dir():
                 raise ConfigError([f"{path}: expected the folder of a checkpoint; move or remove this"])
@@ -100,7 +100,7 @@ class CheckpointFolder:
         return path
 
     def to_resume(self) -> list[str]:
-        """Return the names of good and unconfirmed checkpoints by step; if a step has both, good is last."""
+        """Return the names of good and unconfirmed checkpoints, sorted by step; if a step has both, good comes last."""
         paths = checkpoints(self._path, "", UNCONFIRMED)
         return [path.name for path in sorted(paths, key=lambda path: (state_of(path)[0], path.suffix != UNCONFIRMED))]
 
@@ -119,12 +119,12 @@ class CheckpointFolder:
             shutil.rmtree(self.named(step, TEMPORARY))
 
     def publish(self, step: int) -> None:
-        """Rename a complete checkpoint from .tmp to .unconfirmed. Keep only keep_latest_k unconfirmed checkpoints."""
+        """Rename a complete checkpoint from .tmp to .unconfirmed. Keep the newest keep_latest_k unconfirmed ones."""
         self._rename(self.named(step, TEMPORARY), self.named(step, UNCONFIRMED))
         self._delete_oldest(UNCONFIRMED)
 
     def confirm(self, step: int) -> None:
-        """Rename an unconfirmed checkpoint as good, and delete good checkpoints beyond the newest keep_latest_k."""
+        """Rename an unconfirmed checkpoint to a good one, and delete good ones beyond the newest keep_latest_k."""
         if (unconfirmed := self.named(step, UNCONFIRMED)).exists():  # `publish` may have deleted this checkpoint
             self._rename(unconfirmed, self.named(step))
             self._delete_oldest("")
@@ -139,12 +139,12 @@ class CheckpointFolder:
         return target.name
 
     def delete_set_aside(self, suffix: str) -> None:
-        """Delete checkpoints that earlier failures have renamed to `suffix`, since many would fill the disk."""
+        """Delete the checkpoints with this suffix that earlier failures have left, since many would fill the disk."""
         for path in checkpoints(self.path, suffix):
             self._delete(path)
 
     def close(self) -> None:
-        """Wait for deletions in the background, for at most 10 seconds each: the next start deletes the rest."""
+        """Wait for deletions in the background, for at most 10 seconds each. The next start deletes what remains."""
         for thread in self._deleting:
             thread.join(timeout=10)
 

@@ -14,7 +14,7 @@ SIZES = {"dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "voc
 
 def check_initial_weights(job: Job, checkpoint: Checkpoint, model: Model, is_set: Collection[str]) -> None:
     """Raise ConfigError if a run without a checkpoint to resume would start from a folder that lacks weights, or whose
-    config.json is of another model. Options in `is_set`, which the user has set, may differ from config.json."""
+    config.json describes another model. Options in `is_set`, which the user has set, may differ from config.json."""
     place = checkpoint.initial_load_path
     saved = checkpoints(Path(job.dump_folder) / checkpoint.folder, "", UNCONFIRMED, REPLACED)
     if place == SEEDED or (checkpoint.enable and saved):
@@ -62,8 +62,8 @@ def is_hugging_face(path: Path) -> bool:
 
 
 def step_folders(folder: Path, *suffixes: str) -> list[Path]:
-    """Return the folder itself if it is a checkpoint. Otherwise return the checkpoints in it or in its folder
-    `checkpoint`, oldest first; without `suffixes`, only good ones. Raises ConfigError if there is none."""
+    """Return the folder itself if it is a checkpoint. Otherwise return the checkpoints in it or in its subfolder
+    `checkpoint` that have one of `suffixes` (default: good ones), oldest first. Raises ConfigError if there is none."""
     state = state_of(folder)
     if state and state[1] in ("", UNCONFIRMED) and folder.is_dir():
         return [folder]

@@ -108,13 +108,13 @@ def load_tensors(
     group: dist.ProcessGroup | None = None,
     timeout: float = 0,
 ) -> list[str]:
-    """Fill this rank's shards of tensors and its random states (`generators`). The tensors of all ranks together must
-    be all tensors of the checkpoint with one of the name `prefixes`. Return a line for each problem on any rank. If
+    """Load this rank's shards of `tensors` and its random states, `generators`. Together, the ranks must load every
+    tensor of the checkpoint whose name has one of the `prefixes`. Return a line for each problem on any rank. If
     `group` is given, reading has no time limit, but a rank must read at least one byte every `timeout` seconds."""
     saved = {name for name in reader.shapes if name.startswith(prefixes)}
     own = torch.tensor(sum(is_on_first_rank(name, tensors) for name in tensors))
     if dist.is_initialized():
-        dist.all_reduce(own, group=group)  # number of the whole model's tensors: each pipeline stage has its own
+        dist.all_reduce(own, group=group)  # the model's number of tensors: each pipeline stage has some of them
     with collected_problems(group) as problems:
         reader.check(tensors)
         if own < len(saved):

@@ -30,9 +30,9 @@ DTYPES = {  # keys: names of dtypes in safetensors files
     "U8": torch.uint8,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-LARGEST_MANIFEST = 2**27  # largest manifest in bytes
+LARGEST_MANIFEST = 2**27  # maximum size of a manifest in bytes
 LARGEST_GRID = 10_000_000
-"""The most cells of the grid in which a tensor's slices are checked; 4096 ranks need at most 4096 cells."""
+"""Maximum number of cells of the grid in which a tensor's slices are checked; 4096 ranks need at most 4096 cells."""
 
 
 class FileEntry(Record):
@@ -49,14 +49,14 @@ class TensorEntry(Record):
 
 
 class Manifest(Record):
-    """The content of manifest.json, of which parsing checks only the types."""
+    """The content of manifest.json. Parsing checks only its types."""
 
     format: Literal["titanlite checkpoint"]
     version: Literal[1]
     files: dict[str, FileEntry]
     layouts: list[list[tuple[Int63, list[Int63], list[Int63]]]]
-    """Ways in which tensors are split into slices. A slice is its file (an index into `files`), its offset and its
-    size. Tensors that are split in the same way share a layout."""
+    """Ways in which tensors are split into slices. A slice is described by its file (an index into `files`), its offset
+    and its size. Tensors that are split in the same way share a layout."""
     tensors: dict[str, TensorEntry]
     xxh3_64: Checksum  # checksum of all other keys of manifest.json
     _overlaps: dict[tuple[int, Slice], list[tuple[int, Slice]]] = PrivateAttr(default_factory=dict)
@@ -99,12 +99,12 @@ class Stored(NamedTuple):
 
     entry: FileEntry
     slices: dict[tuple[str, tuple[int, ...], Slice], list[str]]
-    """Names of the tensors with the same dtype, full shape and slice."""
+    """Names of the tensors in the file, by what they have in common: dtype, full shape and slice."""
 
 
 def build_manifest(files: Mapping[str, Stored], state: bytes) -> bytes:
-    """Return manifest.json for a checkpoint of the safetensors `files` and a state.json with the content `state`."""
-    layouts: dict[tuple[int, int, Slice], int] = {}  # (number of the layout's prefix, file, last slice) -> its number
+    """Return the content of manifest.json for the safetensors files in `files` and a state.json that has `state`."""
+    layouts: dict[tuple[int, int, Slice], int] = {}  # (number of the layout's prefix, last file and slice) -> number
     layout_of: dict[str, int] = {}
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     for index, stored in enumerate(files.values()):
@@ -142,7 +142,7 @@ def _checksum_of(content: Mapping[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of a checkpoint. Raises ConfigError, with one line, if the manifest is missing or wrong."""
+    """Return the manifest of a checkpoint. Raises ConfigError, in one line, if the manifest is missing or wrong."""
     path = folder / MANIFEST
     if not path.exists():
         hint = "; if it is of torchtitan, export it there to Hugging Face" if (folder / ".metadata").exists() else ""

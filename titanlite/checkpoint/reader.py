@@ -19,7 +19,7 @@ from titanlite.parallel.shards import Slice, shard_slice
 
 
 class _State(Record, extra="allow"):
-    """The content of state.json. The data loader parses `data`, and other objects the extra keys that they saved."""
+    """The content of state.json. The data loader parses `data`; other objects parse the extra keys that they saved."""
 
     step: int = Field(ge=1)
     identity: dict[str, int | float | bool | str | list[Any]]
@@ -30,7 +30,7 @@ class _State(Record, extra="allow"):
 
 class CheckpointReader:
     """Reads one complete checkpoint, a step-N folder. Every method raises ConfigError, with one line that names file
-    and tensor, if a file is missing, damaged, of another checkpoint or not of this format."""
+    and tensor, if a file is missing, is damaged, is of another checkpoint or has another format."""
 
     def __init__(self, path: Path):
         self.path, self.manifest = path, read_manifest(path)

@@ -51,9 +51,9 @@ class NoCheckpoints:
         self.checkpoint, self.run = checkpoint, run
 
     def begin(self, options: Model, seed: int) -> dict[str, Any]:
-        """Load the newest checkpoint, or the weights of checkpoint.initial_load_path, or neither. `options`: the
-        section [model]. `seed`: the seed of the initial weights, for the log. Return the state in the checkpoint with
-        its `step`, or {}. Raises ConfigError if the weights are damaged or do not fit."""
+        """Load the newest checkpoint or, if there is none, the weights in checkpoint.initial_load_path, if it is set.
+        `options`: the section [model]. `seed`: the seed of the initial weights, for the log. Return the checkpoint's
+        state with its `step`; {} without a checkpoint. Raises ConfigError if the weights are damaged or do not fit."""
         mark("loading a checkpoint")
         place = self.checkpoint.initial_load_path
         self.load_initial(options)
@@ -71,10 +71,10 @@ class NoCheckpoints:
         return contextlib.nullcontext()
 
     def confirm(self, step: int) -> None:
-        """Mark the checkpoints of earlier steps as good, since a step's loss was finite. May raise TrainingError."""
+        """Mark the checkpoints of steps before `step` as good, since its loss is finite. May raise TrainingError."""
 
     def after_divergence(self) -> str:
-        """Set aside the checkpoints whose weights gave no finite loss, and return text for the error message."""
+        """Set aside the checkpoints whose weights gave no finite loss, and return a text for the error message."""
         return ""
 
     def after_step(self, step: int, state: RunState, *, asked: bool, is_last: bool) -> None:
@@ -82,8 +82,8 @@ class NoCheckpoints:
         `is_last`. Raises TrainingError as Checkpointer.save does."""
 
     def end(self, step: int, state: RunState, last_loss: Callable[[], float]) -> None:
-        """Save the last step if it has not been saved, and wait for the save. Test an unconfirmed checkpoint by
-        `last_loss()`, the loss of one more batch with the checkpoint's weights. Every rank must call it. Raises
+        """Save the last step if it has not been saved, and wait for the save. If a checkpoint is unconfirmed, test it
+        with `last_loss()`, the loss of one more batch with its weights. Every rank must call this method. Raises
         TrainingError if a checkpoint could not be written, or the loss is not finite."""
 
     def metrics(self) -> dict[str, float]:
@@ -91,4 +91,4 @@ class NoCheckpoints:
         return {}
 
     def close(self) -> None:
-        """Wait for all work in the background. Raises the error of an asynchronous save."""
+        """Wait for all work in the background. Raises the error of an asynchronous save, if there is one."""

@@ -27,7 +27,7 @@ def slices_to_save(tensors: Mapping[str, Tensor]) -> Slices:
 
 
 def plain_shard(tensor: Tensor) -> Tensor:
-    """Return this rank's shard as a plain tensor that shares its memory, unwrapping subclasses such as torchao's."""
+    """Return this rank's shard as a plain tensor that shares its memory. Subclasses, as of torchao, are unwrapped."""
     if type(local := local_shard(tensor).detach()) is Tensor:
         return local
     inner = [getattr(local, name) for name in local.__tensor_flatten__()[0]]
@@ -54,7 +54,7 @@ def is_on_first_rank(name: str, tensors: Mapping[str, Tensor]) -> bool:
 
 def model_tensors(model: nn.Module, *, of_base: bool = False) -> dict[str, Tensor]:
     """Return the tensors of a model that a checkpoint stores: all tensors or, if the model has LoRA adapters, the
-    adapters only. `of_base`: return the base model's tensors, all except adapters."""
+    adapters only. With `of_base`, return the tensors of the base model instead: all tensors except adapters."""
     tensors = named_tensors(model)
     adapters = {name for name in tensors if name.endswith(LORA_FACTORS)}
     stored = tensors.keys() - adapters if of_base else adapters or tensors.keys()
@@ -104,7 +104,7 @@ def load_quantized(state: Tensor, values: Tensor, store: Callable[..., None], *,
 
 
 def random_states() -> dict[str, Tensor]:
-    """Return the states of this rank's random generators, by names that contain the rank's number."""
+    """Return the states of this rank's random generators by name. The names contain the rank's number."""
     rank = dist.get_rank()
     states = {f"random.cpu.{rank}": torch.get_rng_state()}
     if torch.cuda.is_available():
