@@ -24,7 +24,7 @@ from titanlite.launch import process
 from titanlite.launch.folder_lock import FolderInUse, FolderLock
 from titanlite.launch.progress import alive, progress
 
-MOST_SHOWN = 20  # largest number of unread columns and keys that a message names
+MOST_SHOWN = 20  # maximum number of unread columns and keys that a message names
 
 
 @dataclasses.dataclass
@@ -50,7 +50,7 @@ class CacheBuilder:
         self.lock = FolderLock(self.folder, "build.lock", self.option, advice, lost=lambda message: None)
 
     def build(self) -> None:
-        """Build missing shards and the index when no other run builds them. Raises ConfigError for unwritable files."""
+        """Wait until no other run builds this cache, then build what is missing. Raises ConfigError if unwritable."""
         process.at_exit.append(self._stop)
         try:
             for folder in (*reversed(self.folder.parents), self.folder):
@@ -128,7 +128,7 @@ class CacheBuilder:
         return shard_builder.build_shard(*of_shard, self.tokenizer)
 
     def _build_shards(self, unclaimed: Iterator[int], builder: Any) -> None:
-        """Build shards from `unclaimed`, one iterator for all builders. Raises FolderInUse if the lock is lost."""
+        """Build the shards in `unclaimed`, which all builders share. Raises FolderInUse if the lock is lost."""
         for number in unclaimed:
             if self.stopped.is_set():
                 return

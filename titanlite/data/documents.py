@@ -1,4 +1,4 @@
-"""Datasets as documents of text: the built-in text, text, JSON and parquet files, datasets of the Hugging Face hub."""
+"""Read the documents of the built-in text, of text, JSON and parquet files, and of datasets of the Hugging Face hub."""
 
 import functools
 import hashlib
@@ -13,7 +13,7 @@ from titanlite.data.source import Source
 
 SAMPLE_BYTES, SAMPLES = 2**16, 16  # content_hash reads at most SAMPLES samples of SAMPLE_BYTES from a file
 SAMPLES_OF_ALL = 2**14  # approximate number of samples that content_hash reads from all files together
-MOST_UNREAD = 1000  # largest number of names of unread columns to collect for the message about them
+MOST_UNREAD = 1000  # maximum number of unread columns whose names are collected for a message
 
 
 def open_dataset(source: Source) -> tuple[Iterable[Segment], str]:
@@ -35,8 +35,8 @@ def open_dataset(source: Source) -> tuple[Iterable[Segment], str]:
 
 
 def open_stream(source: Source) -> tuple[list[Segment] | Any, str]:
-    """Open a dataset that is tokenized during training. Return two things: its files' segments or a
-    datasets.IterableDataset, and a fingerprint of documents and order. Raises the same ConfigError as open_dataset."""
+    """Open a dataset that is tokenized during training. Return its files' segments, or a datasets.IterableDataset if it
+    is on the hub, and a fingerprint of its documents and their order. Raises ConfigError as open_dataset does."""
     options = source.training
     if source.is_files:
         segments, content = _open_files(source, with_times=False)
@@ -95,7 +95,7 @@ def _topics() -> list[str]:
 
 
 def _open_files(source: Source, *, with_times: bool) -> tuple[Iterator[Segment], str]:
-    """Return the segments of a dataset's files, each opened when its segment is taken, and the content_hash."""
+    """Return the segments of a dataset's files and their content_hash. A file is opened when its segment is taken."""
     files = files_of(source)
     readable: Iterable[Path] = files
     if source.training.dataset == "parquet":

@@ -1,10 +1,10 @@
-"""The files that a folder stands for, and the rows of text, JSON and parquet files.
+"""Find the files of a dataset, such as those in a folder, and read the rows of text, JSON and parquet files.
 
 A segment is a range of a file's rows. The unit of a segment's `begin` and `end` depends on the file:
 
-    text by line or paragraph, JSON lines    bytes of uncompressed text; a row is in the segment where it begins
+    text by line or paragraph, JSON lines    bytes of uncompressed text; a row is in the segment in which it begins
     parquet, JSON arrays                     rows
-    text by document                         files: the file is one row, 0
+    text by document                         files: the file is a single row, number 0
 """
 
 import bz2
@@ -36,14 +36,14 @@ SPLIT = re.compile(
     r"(?<![a-z])(?:(train)|(val|valid|validate|dev)|(test|eval|held.?out|hold.?out))"
     r"(?:ing|ation|uation|s|sets?|data|split)?(?![a-z])"
 )
-"""Words in file names that name a split, in the groups 1 training, 2 validation, 3 test. A name's last word counts."""
+"""Words in file names that name a split; the groups 1 to 3 are training, validation, test. The last word counts."""
 
-LARGEST_ROW = 2**26  # most bytes of a row, since several copies of a row are in memory while it is read
+LARGEST_ROW = 2**26  # maximum bytes of a row, since several copies of it are in memory while it is read
 BYTES_AT_A_TIME = 2**24  # approximate bytes of a table's rows that are read together
 END = 2**62  # value of `end` in a segment whose number of rows or bytes is unknown
 BOM = b"\xef\xbb\xbf"
 KINDS = {kind: text.encode() for kind, text in read_toml(str(Path(__file__).with_name("kinds.toml"))).items()}
-"""Regular expression for the first bytes of a file, by the kind of file that is no UTF-8 text."""
+"""Regular expressions that match the first bytes of files that are not UTF-8 text, by the kind of file."""
 
 
 class Segment(NamedTuple):
@@ -70,8 +70,8 @@ class BadRowError(Exception):
 
 
 def files_of(source: Source) -> list[Path]:
-    """Return the files that a path, folder or glob names, in the same order on every machine; if some are left out,
-    print which. Raises ConfigError if there is no file."""
+    """Return the files that a path, folder or glob names, in the same order on every machine. Print their names, and
+    the names of files that are left out. Raises ConfigError if there is no file."""
     path = Path(os.path.expanduser(source.training.dataset_path))
     names, reasons, is_folder = {path.name: path}, dict[str, str](), path.is_dir()
     if is_folder or not path.exists():
@@ -97,7 +97,7 @@ def files_of(source: Source) -> list[Path]:
 
 
 def _left_out(source: Source, files: dict[str, Path], *, is_folder: bool) -> dict[str, str]:
-    """Return the reason for each file of a folder or glob that is left out, by its path below the common folder."""
+    """Return why files of a folder or glob are left out, by their paths, relative to the folder of all files."""
     suffixes, reasons, first = SUFFIXES[source.training.dataset], dict[str, str](), dict[str, str]()
     for name, file in files.items():
         unpacked = name if source.training.dataset == "parquet" else COMPRESSED.sub("", name)
@@ -291,7 +291,7 @@ def _json_rows(training: Training, path: Path, segment: Segment, columns: Sequen
             if line.strip():
                 try:
                     row = json.loads(line.decode())
-                except ValueError as error:  # errors_of catches RecursionError (deep nesting)
+                except ValueError as error:  # invalid UTF-8 or JSON
                     raise BadRowError(begin, f"no JSON: {error}") from None
                 except RecursionError:
                     raise BadRowError(begin, "JSON that is nested too deep") from None

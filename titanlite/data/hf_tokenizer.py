@@ -19,9 +19,9 @@ from titanlite.config.regular_file import read_file
 from titanlite.data.tokenizer import BATCH, Tokenizer, restart_time_limit
 
 CHUNK = 2**18
-"""Characters of a text that are encoded at a time; the library needs some 200 bytes of memory per token."""
+"""Characters of a text that are encoded at a time; the library `tokenizers` needs some 200 bytes per token."""
 OVERLAP = 2**12  # characters that two neighbouring chunks of a text have in common
-LARGEST_FILE = 2**27  # largest file of a tokenizer, in bytes
+LARGEST_FILE = 2**27  # maximum size of a tokenizer's file in bytes
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
 FILES += ("chat_template.jinja",)
 """Files of a tokenizer's folder that transformers reads, if they exist."""
@@ -35,7 +35,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def load(path: Path) -> Any:
-    """Return transformers' tokenizer of a folder or tokenizer.json, without code of the folder or downloads."""
+    """Return transformers' tokenizer of a folder or tokenizer.json. Neither run the folder's code nor download."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # imported here, since only a worker needs it
 
     restart_time_limit()
@@ -49,8 +49,8 @@ def load(path: Path) -> Any:
 
 
 def join(chunks: list[np.ndarray], shared: list[np.ndarray]) -> tuple[np.ndarray, list[int]]:
-    """Return a text's tokens, joined from overlapping chunks, and the indices of chunks that disagree with the previous
-    one. `shared`: the tokens of each overlap alone, which both chunks must have around the overlap's middle."""
+    """Join a text's tokens from overlapping chunks. Also return the indices of chunks that disagree with the chunk
+    before. `shared` has the tokens of each overlap, encoded alone: both chunks must have those around its middle."""
     parts, failed, begin = [], [], 0
     for number, (one, other, both) in enumerate(zip(chunks, chunks[1:], shared, strict=False), 1):
         middle, near = len(both) // 2, min(len(both) // 4, 64)

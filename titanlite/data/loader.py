@@ -17,11 +17,11 @@ from titanlite.files.durable import Int63, parse_part
 from titanlite.loss import IGNORED
 from titanlite.model import Documents
 
-PREFETCH_STEPS = 2  # optimizer steps whose batches are prepared in advance
+PREFETCH_STEPS = 2  # number of optimizer steps whose batches are prepared in advance
 
 
 class Batch(NamedTuple):
-    """A per-device batch of B sequences: a rank's tokens, int64 [B, T / context-parallel ranks] per tensor."""
+    """A per-device batch of B sequences. Each tensor is int64 [B, T / context-parallel ranks]: a rank's tokens."""
 
     tokens: Tensor
     targets: Tensor
@@ -29,7 +29,7 @@ class Batch(NamedTuple):
     positions: Tensor
     """Position of each token in its sequence or, with a document mask, in its document."""
     document_positions: Tensor | None = None
-    """With a document mask: positions in documents of the tokens in attention, [B, T / ring ranks], in host memory."""
+    """With a document mask: position in its document of each token in attention, [B, T / ring ranks], on the host."""
 
     def inputs(self) -> dict[str, Any]:
         """Return the arguments that every pipeline stage takes; only the first stage also takes the tokens."""
@@ -70,16 +70,16 @@ def collate(sequences: Iterable[Sequence], shard: SequenceShard, *, document_mas
 
 
 def count(sequences: Iterable[Sequence]) -> np.ndarray:
-    """Return int64 [4]: all targets, the masked and padding ones, and sequences that end within a document."""
+    """Return int64 [4]: numbers of targets, masked targets, padding targets, and sequences cut off in a document."""
     targets = np.stack([sequence.targets for sequence in sequences])
     masks = targets == IGNORED, targets == PADDING, targets[:, -1] >= 0
     return np.array([targets.size, *map(np.sum, masks)])
 
 
 class Loader:
-    """Returns this rank's batches, one optimizer step at a time, which a thread prepares ahead of the training.
-    Optimizer step s trains on sequences s G to s G + G - 1, where G is the global batch size. `n_copies` ranks take the
-    same `share` as this rank. `pin` puts batches into pinned memory. `state` is the `Loader.state` of a saved run."""
+    """Returns this rank's batches, one optimizer step at a time. A thread prepares them ahead of the training.
+    Optimizer step s trains on sequences s G to s G + G - 1, where G is the global batch size. `n_copies` ranks, this
+    one included, take the same `share`. `pin`: use pinned memory. `state` is the `Loader.state` of a saved run."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ from titanlite.data.tokenizer import ByteTokenizer, Rows, Tokenizer
 
 
 def build_tokenizer(hf_assets_path: str) -> Tokenizer:
-    """Return the tokenizer at a path, in a worker process; "": the byte tokenizer. Raises ConfigError if unusable."""
+    """Return the tokenizer at a path, in a worker process; "" is the byte tokenizer. Raises ConfigError if unusable."""
     if not hf_assets_path:
         return ByteTokenizer()
     from titanlite.config.hf.values import how_to_download  # imported here: bytes need no download
@@ -78,7 +78,7 @@ def open_sequences(
     tokenizer: Tokenizer, training: Training, validation: Validation, *, seed: int, builds_cache: bool
 ) -> tuple[Sequences | Mixture, SplitSequences | None, str]:
     """Open the training split and, if enabled, the validation split. Also return the data's identity: runs with the
-    same identity (and, if any, mixture) read the same sequences in the same order, by `seed`. On each node, the rank
+    same identity and mixture read the same sequences in the same order, which depends on `seed`. On each node, the rank
     with `builds_cache` builds a missing token cache. Raises ConfigError for unreadable or too short data."""
     options = {"cache_folder": training.cache_folder, "builds_cache": builds_cache}
     needed = token_caches(training, validation)

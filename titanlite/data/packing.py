@@ -1,5 +1,5 @@
-"""Sequence packing: documents end to end, split into packed sequences with a global index. Packed sequence i is the
-tokens i T to i T + T of a flat array, so the index of the next sequence is the position of a run in its data."""
+"""Sequence packing: documents are joined end to end, and split into packed sequences of T tokens. Packed sequence i has
+the tokens i T to i T + T of this flat array, so the next sequence's index is the position of a run in its data."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
@@ -24,18 +24,18 @@ class Sequence(NamedTuple):
     targets: np.ndarray
     """The token that follows each input, IGNORED where there is nothing to predict, or PADDING."""
     document_positions: np.ndarray
-    """Position of each token in its document, or in the part of the document in this sequence."""
+    """Position of each token in its document, or in that part of its document that is in this sequence."""
 
 
 class Sequences(Protocol):
     """The training split as an endless order of packed sequences."""
 
     def read(self, first: int, stride: int) -> Iterator[tuple[Sequence, tuple[int, Any] | None]]:
-        """Yield the sequences first, first + stride, ...; in a stream, with the index and state of each one's shard."""
+        """Yield the sequences first, first + stride, ...; a stream adds the index and state of a sequence's shard."""
 
 
 class Mixture(Sequences, Protocol):
-    """Sequences of several datasets (techniques/data/mixture.py). `loader_state`: Loader.state; None at the start."""
+    """Sequences of several datasets (techniques/data/mixture.py). `loader_state`: a Loader.state; None at the start."""
 
     identity: str
 

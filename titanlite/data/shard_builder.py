@@ -41,14 +41,14 @@ class CacheOptions:
 
 
 def spelled(tokenizer: Tokenizer, texts: list[str]) -> set[str]:
-    """Return the special tokens that texts contain as ordinary text, each as a phrase to report."""
+    """Return a phrase, for a message, about each special token that texts contain as ordinary text."""
     found = [name for name in getattr(tokenizer, "names", ()) if any(name in text[:BATCH] for text in texts)]
     return {f"special token {name} (ordinary text by training.special_tokens_in_text)" for name in found}
 
 
 def is_validation_document(shard: int, document: int, fraction: float) -> bool:
-    """Return whether a shard's document, counted from 0, is in the validation split. It is an evenly spaced `fraction`,
-    the same for any seed and layout. Spacing has another phase in each shard, so small shards average to `fraction`."""
+    """Return whether a shard's document, counted from 0, is in the validation split: an evenly spaced `fraction`, the
+    same for any seed and layout. Its phase differs between shards, so that small shards have `fraction` on average."""
     phase = shard * 0.6180339887498949 % 1  # multiples of the golden ratio spread evenly
     return int(phase + (document + 1) * fraction) > int(phase + document * fraction)
 
@@ -109,7 +109,7 @@ def build_shard(
 def _batches(
     source: Source, segments: list[Segment], document_of: Any, unread: set[str], at: Any
 ) -> Iterator[tuple[list[str], int, tuple[str, int]]]:
-    """Yield batches of BATCH characters or more: texts, their approximate bytes in the files, the first one's place."""
+    """Yield batches of BATCH characters or more: texts, their approximate bytes in the files, and the first's place."""
     texts, size, n_bytes, first = list[str](), 0, 0.0, ("", 0)
     for segment in segments:
         position = segment.begin
@@ -146,7 +146,7 @@ def _blocks(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def write_shard(path: Path, dtype: DType, documents: Iterable[tuple[Split, np.ndarray, int]]) -> Shard:
-    """Write a shard from documents: the split of each document, its tokens, and the bytes of its text."""
+    """Write a shard. `documents` yields the split of each document, its tokens, and the number of its text's bytes."""
     lengths: dict[str, list[int]] = {"train": [], "validation": []}
     sizes, checksums, train_hash = list[int](), list[int](), xxhash.xxh3_64()
 
@@ -190,7 +190,7 @@ def write_shard(path: Path, dtype: DType, documents: Iterable[tuple[Split, np.nd
 
 
 def read_shard(path: Path, dtype: DType) -> Shard:
-    """Return a shard's description. Raises FileNotFoundError, DamagedShardError, or ConfigError for untrusted files."""
+    """Return a shard's description. Raises FileNotFoundError, DamagedShardError, or ConfigError if it is untrusted."""
     token_shards.regular_file(path)
     with open_file(path) as file:
         header = file.read(HEADER)

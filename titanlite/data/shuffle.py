@@ -9,7 +9,7 @@ ROUNDS = 8
 
 
 def permuted(index: int, n: int, *key: int) -> int:
-    """Return the image of an index under a permutation of 0 .. n - 1. Each key, integers >= 0, gives a permutation."""
+    """Return the image of an index under a permutation of 0 .. n - 1, which depends on `key`, integers >= 0."""
     half = max((n - 1).bit_length() + 1, 2) // 2
     mask = (1 << half) - 1
     seed = xxhash.xxh3_64_intdigest(struct.pack(f"<{len(key)}Q", *key))

@@ -26,11 +26,11 @@ SHARD_BYTES = 2**27
 """Approximate bytes of files per shard; a larger file that cannot be split is one shard."""
 
 VERIFIED_AT_START = 2**30
-"""Largest cache, in bytes, that is verified when it is opened; blocks of larger caches are verified when read."""
+"""Maximum size, in bytes, of a cache that is verified when it is opened; a larger one is verified when it is read."""
 
 
 def segments_of_shards(segments: Iterable[Segment]) -> list[list[Segment]]:
-    """Partition the rows of a dataset, in order, into the segments of shards of about SHARD_BYTES each."""
+    """Return the segments of each shard: the rows of a dataset, in order, about SHARD_BYTES in each shard."""
     shards: list[list[Segment]] = [[]]
     size = 0
     for segment in itertools.chain.from_iterable(map(_split, segments)):

@@ -33,11 +33,11 @@ from titanlite.config.regular_file import open_file, read_file
 from titanlite.files import safetensors
 from titanlite.files.durable import Checksum, Int63, Record, cannot_read, checksum, first_problem, replace_file
 
-FORMAT = 6  # version in a cache's name; raise it if the files' names, number or contents change
+FORMAT = 6  # version in a cache's name; increase it if the files' names, number or contents change
 INDEX = "tokens.json"
 HEADER, CHECKSUM_BLOCK = 4096, 2**16  # bytes of a shard's header; bytes per checksum
-LARGEST_INDEX = 2**28  # largest tokens.json in bytes
-OPEN_FILES = 64  # largest number of files that a token cache or a packing keeps open in a process
+LARGEST_INDEX = 2**28  # maximum size of tokens.json in bytes
+OPEN_FILES = 64  # maximum number of files that a token cache or a packing keeps open in a process
 UNKNOWN_USER = 65534
 """Owner of root's files in a container whose user namespace does not map root (user_namespaces(7))."""
 
@@ -102,7 +102,7 @@ class Index(RecordWithChecksum):
 
 
 def dtype_for(vocab_size: int, *, has_targets: bool = False) -> DType:
-    """Return the data type of stored tokens; `has_targets`: one bit is reserved, for tokens that are not trained on."""
+    """Return the data type of stored tokens. With `has_targets`, a bit is reserved to mark tokens not trained on."""
     return "uint16" if vocab_size <= 2 ** (15 if has_targets else 16) else "uint32"
 
 
@@ -183,8 +183,8 @@ def check_size(path: Path, expected: int) -> None:
 
 
 def read_record(file: Path, kind: type[_Record]) -> _Record:
-    """Return the object, of type `kind`, in a JSON file. Raises FileNotFoundError without a file, ConfigError if the
-    file or its folder is untrusted, and DamagedShardError for other content or a wrong checksum."""
+    """Return the object, of type `kind`, in a JSON file. Raises FileNotFoundError if there is no file, ConfigError if
+    it or its folder is untrusted, and DamagedShardError if its content is of another type or its checksum is wrong."""
     if not stat.S_ISDIR(check_folder_trusted(file.parent).st_mode):
         raise DamagedShardError("it is not a folder")
     if (size := regular_file(file)) > LARGEST_INDEX:

@@ -10,7 +10,7 @@ import numpy as np
 from titanlite.config.loader import ConfigError, show
 
 BATCH = 2**20  # number of characters in a batch of texts, which are encoded together
-SECONDS = 10  # most seconds of processor time that a worker may spend on a batch or a conversation
+SECONDS = 10  # maximum processor time, in seconds, that a worker may spend on a batch or a conversation
 
 
 def restart_time_limit() -> None:
@@ -37,7 +37,7 @@ class Tokenizer(Protocol):
     """Converts text to token ids and back."""
 
     rows: Rows | None = None
-    """The rows of the model's embedding; a text with a larger token id is an error."""
+    """The rows of the model's embedding; a text with a token id that has no row is an error."""
     prefix: list[int]
     """The tokens that begin each text, such as BOS."""
     suffix: list[int]
@@ -91,7 +91,7 @@ class ByteTokenizer(Tokenizer):
 
 
 def encode_documents(tokenizer: Tokenizer, texts: list[str], special: bool = False) -> list[np.ndarray]:
-    """Return each document's token ids, uint32, with prefix, suffix and EOS, unless `special` texts contain them."""
+    """Return documents' token ids, uint32, with prefix, suffix and EOS; if `special`, only those that a text lacks."""
     begin, end = tokenizer.prefix, tokenizer.suffix
     end = end if end[-1:] == [tokenizer.eos] else [*end, tokenizer.eos]
     documents = []
@@ -114,5 +114,5 @@ def encode_prompts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
 
 
 def continuation(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
-    """Return the text of the tokens after a prompt, decoded with the prompt: decoders may drop a first space."""
+    """Return the text of the tokens after a prompt. Decode them with the prompt: decoders may drop a first space."""
     return tokenizer.decode([*prompt, *tokens])[len(tokenizer.decode(prompt)) :]

@@ -1,4 +1,4 @@
-"""A worker process (worker_process.py) with limits of memory and time, which handles untrusted data: tokenizers' files,
+"""A worker process (worker_process.py) with limits on memory and time, which handles untrusted data: tokenizers' files,
 chat templates, rows, and footers of parquet files. A message is a line: a name and JSON. A call names a function of
 titanlite; its arguments and result must have the types that the function declares. A malicious file can make a worker
 send wrong tokens, but not code."""
@@ -21,7 +21,7 @@ from titanlite.config.errors import TrainingError
 from titanlite.config.loader import ConfigError
 from titanlite.data.tokenizer import SECONDS
 
-MEMORY = 7 * 2**28  # most bytes of data in a worker's memory, and of a message
+MEMORY = 7 * 2**28  # maximum bytes of data in a worker's memory, and of a message
 THREADS = 4  # cores per worker; reading and decompression use one of them
 MESSAGES: dict[str, TypeAdapter[Any]] = {
     "error": TypeAdapter(tuple[bool, list[str]]),  # whether the error is a ConfigError; the error's lines
@@ -88,7 +88,7 @@ class Worker:
         received: Callable[..., None] = lambda *content: None,
         subject: str = "",
     ) -> Any:
-        """Return what a function returns in the worker. Raises the function's error or, for a crash or an exceeded
+        """Call a function in the worker and return its result. Raises the function's error; for a crash or an exceeded
         limit, a ConfigError that names `subject` (default: tokenizer) and `where`. `received` gets other messages."""
         types, result = types_of(function)
         content, problem = types.dump_json(arguments), ""
