@@ -1,7 +1,7 @@
 """Attention sinks (gpt-oss, arXiv:2508.10925; StreamingLLM, arXiv:2309.17453): the softmax of each query head has one
 more key, whose score (the sink) is learned and whose value is 0. With a sink, a head can give all keys weights near 0.
 
-SinkAttention computes the softmax by this definition. On parallel layouts, TiledAttention uses the log-sum-exp.
+SinkAttention appends this key to the others. On parallel layouts, TiledAttention uses the log-sum-exp instead.
 Shapes: B batch, T queries, S keys, H query heads, G KV heads, M = H / G, K head_dim."""
 
 import torch

@@ -1,6 +1,6 @@
 """Exponential moving average (EMA) of the weights (after Polyak averaging, doi:10.1137/0330046). After each update of
-an optimizer, ema = d ema + (1 - d) weights, where d = ema.decay. Up to update ema.start_step the average equals the
-weights. The average is an optimizer state: each rank averages its own shard of a weight, and checkpoints save the
+an optimizer, average = d average + (1 - d) weight, where d = ema.decay. Up to update ema.start_step, the average equals
+the weight. Averages are optimizer states: each rank averages its own shard of a weight, and checkpoints save the
 averages. Averages are in float32, since bfloat16 would round away their small changes."""
 
 import contextlib
@@ -15,7 +15,7 @@ from titanlite.parallel.shards import local_shard
 from titanlite.validation import Validator
 
 AVERAGE, COUNT = "ema", "ema_step"
-"""Names of the two optimizer states: the average of a weight, and the number of updates that the optimizer took."""
+"""Names of the two optimizer states: the average of a weight, and the number of updates that the optimizer has made."""
 
 
 def follow(optimizer: torch.optim.Optimizer, options: Ema) -> None:

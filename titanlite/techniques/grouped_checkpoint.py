@@ -1,7 +1,7 @@
-"""Activation checkpointing over groups of blocks: only the first block of a group saves its inputs, O(sqrt(L)) of L
-layers (arXiv:1604.06174, section 4.2; Megatron-LM's uniform method). A group's backward first recomputes the group;
-during that, each block saves what `mode` determines. "none": all of its activations. "full": its inputs, from which the
-block is recomputed once more; this takes least memory and most time."""
+"""Activation checkpointing over groups of blocks: only a group's first block saves its inputs, in O(sqrt(L)) memory for
+L layers (arXiv:1604.06174, section 4.2; Megatron-LM's uniform method). A group's backward first recomputes the group;
+in doing so, each block saves what `mode` determines. "none": all its activations. "full": its inputs, from which the
+block is recomputed once more; this takes the least memory and the most time."""
 
 import functools
 import itertools
@@ -22,7 +22,7 @@ def checkpoint_groups(stage: Llama, size: int, parallelism: Parallelism) -> None
     groups = [layers[begin : begin + size] for begin in range(0, len(layers), size)]
     stage.run_layers = functools.partial(_run_layers, stage, groups, reshards)
     if reshards and not parallelism.fsdp_backward_prefetch:
-        # Before the backward of a group's last block, the group's first block is recomputed, so prefetch its weights.
+        # Before a group's last block runs backward, the group's first block is recomputed: prefetch its weights.
         for first, *_, last in (group for group in groups if len(group) > 2):
             stage.layers[last].set_modules_to_backward_prefetch(_units(stage.layers[first]))
 
@@ -45,12 +45,12 @@ def _run_layers(
 def _run_group(
     calls: list[tuple[nn.Module, Tensor, Documents | None]], times: Iterator[int], reshards: bool, x_ND: Tensor
 ) -> Tensor:
-    """Run a group's blocks, each given with its arguments except x, and return the result. `times` counts the calls:
+    """Run a group's blocks and return the result. `calls`: each block and its arguments except x. `times` counts calls:
     call 0 is the group's forward, later calls recompute it.
 
     When a group is recomputed, FSDP's hooks free a block's weights only after the block's backward, so all weights of
-    the group would be gathered at the same time. So this function gathers a block's weights while the block before
-    runs, and frees them after the block. The last two blocks keep theirs: their backward comes first."""
+    the group would be gathered at the same time. Therefore, this function gathers a block's weights while the previous
+    block runs, and frees them after the block. The last two blocks keep their weights: their backward comes first."""
     is_forward = next(times) == 0
     for number, (block, rope_TK2, documents) in enumerate(calls):
         if is_forward:

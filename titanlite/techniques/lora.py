@@ -96,8 +96,8 @@ def _is_target(target: str, name: str, layer: nn.Module | nn.Parameter) -> bool:
 
 
 def _targets(model: Llama, lora: Lora) -> dict[str, list[str]]:
-    """Return the names of the modules that match each target. Raises ConfigError for a module that is not an nn.Linear,
-    a linear layer of a mixture that is not a routed expert, and lora.rank above the width of a module."""
+    """Return the names of the modules that match each target. Raises ConfigError if a module is not an nn.Linear, is a
+    linear layer of a mixture but no routed expert, or is narrower than lora.rank."""
     mixtures = tuple(f"{name}." for name, module in _layers(model) if isinstance(module, RunsUncompiled))
     names: dict[str, list[str]] = {target: [] for target in lora.targets}
     for name, module in _layers(model):
@@ -133,7 +133,7 @@ def add_factors(module: nn.Module, weight: Tensor, lora: Lora) -> None:
 
 
 class AdapterOfExperts(nn.Module):
-    """One adapter per expert, whose factors (`add_factors`) are stacked as the experts' weight is."""
+    """One adapter per expert. The factors of all experts are stacked (`add_factors`), as their weights are."""
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return this rank's shards of (alpha / R) A, [E, R, I], and of B, [E, O, R]."""
@@ -142,7 +142,7 @@ class AdapterOfExperts(nn.Module):
 
 @functools.cache
 def _adapted_class(kind: type[nn.Linear]) -> type[nn.Linear]:
-    """Return a subclass of nn.Linear with adapters, the same for all layers, which torch.compile compiles only once."""
+    """Return a subclass of `kind` with adapters. All layers share it, so that torch.compile compiles it only once."""
     return type(kind.__name__, (kind,), {"forward": _adapted, "base_forward": kind.forward})
 
 

@@ -7,7 +7,7 @@ from pydantic import Field
 from titanlite.files.durable import Int63, parse_part
 
 Saved = tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], Int63]
-"""A checkpoint saves the loss scale, and the number of steps without overflow since the scale last changed."""
+"""The entry in a checkpoint: the loss scale, and the number of steps without overflow since the scale last changed."""
 
 
 class LossScale:

@@ -1,4 +1,4 @@
-"""Low-bit Adam: 4-bit or 8-bit optimizer states, or states in another type than the weights; stochastic rounding.
+"""Low-bit Adam: 4-bit or 8-bit optimizer states, or states in another type than the weights, and stochastic rounding.
 torchao implements the quantized states and stochastic rounding. The optimizer step of this file computes in float32,
 and on a GPU is compiled once for each shape and type of a weight."""
 
@@ -25,7 +25,7 @@ SMALLEST_FLOAT8 = 2**-9 / LARGEST_FLOAT8
 
 
 def store(state: Tensor, values: Tensor, takes: Tensor, *, is_square: bool = False) -> None:
-    """If the step is taken (`takes`), write `values` to an optimizer state, quantized by blocks if the state is.
+    """If the step is taken (`takes`), write `values` to an optimizer state, by blocks if the state is quantized.
 
     The scale of a block is the block's value of largest magnitude, with its sign, because torchao's tables of values
     contain 1 but not -1. (torchao's own scale is the magnitude, at least 1e-12, which shrinks a block whose largest
@@ -56,8 +56,8 @@ class LowBitAdam(AdamW8bit):
     """Adam or AdamW with optimizer states (exp_avg, exp_avg_sq) of type `optimizer.state_dtype`.
 
     States in float8, int8 (arXiv:2110.02861) and int4 (arXiv:2309.01507) are quantized: the elements of a block share a
-    scale. A quantized state stays in float32 if a rank's shard has fewer than 4096 elements (mostly norms) or is not a
-    multiple of a block. bfloat16 states with fewer than 4096 elements keep the type of their weight.
+    scale. Instead, a state is in float32 if a rank's shard has fewer than 4096 elements (mostly norms), or a number of
+    elements that blocks do not divide. bfloat16 states with fewer than 4096 elements keep the type of their weight.
 
     The states of weights in `full_precision`, such as embeddings, keep the weight's type: the exp_avg_sq of a rare
     token's row is too small to share a scale with the rest of its block (arXiv:2110.02861, section 2.3).

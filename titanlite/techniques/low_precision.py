@@ -151,8 +151,8 @@ def scales_of_mxfp8(exponents: Tensor) -> Tensor:
 
 
 def _mxfp8(left_MK: Tensor, right_NK: Tensor) -> Tensor:
-    """Return the MXFP8 product in bfloat16, on a GPU of compute capability 10.0 or higher. Private API of torch:
-    torch._scaled_mm with scales of blocks (called as torchao does; not run on any GPU yet)."""
+    """Return the MXFP8 product in bfloat16, on a GPU of compute capability 10.0 or higher. Uses the private function
+    torch._scaled_mm with a scale per block (called as torchao calls it; not run on any GPU yet)."""
     (left, of_left), (right, of_right) = map(to_mxfp8, (left_MK, right_NK))
     scales = scales_of_mxfp8(of_left), scales_of_mxfp8(of_right)
     return torch._scaled_mm(left, right.t(), *scales, out_dtype=torch.bfloat16)
@@ -166,8 +166,8 @@ def to_int8(x_MK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _int8(left_MK: Tensor, right_NK: Tensor) -> Tensor:
-    """Return the INT8 product of operands padded with zeros: on CUDA, torch._int_mm (private) needs M above 16 and a
-    multiple of 8 as K; some CPUs return 0 for K = 1 (2.11). N is a side of a converted weight: a multiple of 8."""
+    """Return the INT8 product. Operands are padded with zeros: the private torch._int_mm needs M above 16 and K in
+    multiples of 8 on CUDA, and returns 0 for K = 1 on some CPUs (2.11). N, a converted weight's side, always fits."""
     (left, left_scales), (right, right_scales) = map(to_int8, (left_MK, right_NK))
     rows, columns = max(17 - len(left), 0), -left.shape[1] % 8
     if rows or columns:

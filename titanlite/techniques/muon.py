@@ -1,4 +1,4 @@
-"""Muon: momentum, orthogonalized by Newton-Schulz iterations, for the matrices of the layers (Keller Jordan,
+"""Muon updates the matrices of the layers by momentum that Newton-Schulz iterations orthogonalize (Keller Jordan,
 kellerjordan.github.io/posts/muon; at scale: Moonlight, arXiv:2502.16982). AdamW updates all other weights. The
 iteration needs the full matrix, so each matrix has one owner among the ranks with its shards or replicas. The owner
 gathers the momentum, iterates, and sends shards of the result back. Layouts do not change the iteration's sums."""
@@ -34,13 +34,13 @@ class Unit(NamedTuple):
 
 
 def is_orthogonalized(name: str, parameter: Tensor) -> bool:
-    """Return whether Muon updates a parameter: a matrix or a stack of matrices of a layer, and no bias."""
+    """Return whether Muon updates a parameter: a matrix or a stack of matrices of a layer, but no bias."""
     return name.startswith("layers.") and parameter.dim() >= 2 and not name.endswith("bias")
 
 
 def newton_schulz(matrix: Tensor, n_steps: int) -> Tensor:
-    """Return approximately U V^T of the singular value decomposition of a matrix [..., rows, columns], which is its
-    nearest orthogonal matrix. The iteration computes in the matrix's data type."""
+    """Return approximately U V^T, where U S V^T is the singular value decomposition of a matrix [..., rows, columns]:
+    its nearest orthogonal matrix. The iteration computes in the matrix's data type."""
     a, b, c = COEFFICIENTS
     transposed = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.mT if transposed else matrix
@@ -52,8 +52,8 @@ def newton_schulz(matrix: Tensor, n_steps: int) -> Tensor:
 
 
 def assign(shapes: Sequence[tuple[int, ...]], n_ranks: int) -> list[list[Unit]]:
-    """Return rounds of units; in a round, rank r owns the unit with index r. Experts come first, divided among all
-    ranks; then matrices by decreasing work, so that the units of a round take about the same time."""
+    """Return rounds of units; in a round, rank r owns the unit with index r. Experts, divided among all ranks, come
+    first. Matrices follow by decreasing work, so that the units of a round take about the same time."""
     experts, matrices = list[Unit](), list[Unit]()
     for number, shape in enumerate(shapes):
         if len(shape) == 2:
@@ -122,14 +122,14 @@ class Muon(torch.optim.Optimizer):
         self.dtype = getattr(torch, optimizer.muon_dtype)
         self._rank, self._n_ranks = (group.rank(), group.size()) if group else (0, 1)
         self.clip: Any = None
-        """A qk_clip.QkClip, whose step ends each step of this optimizer; None: no QK-clip."""
+        """A qk_clip.QkClip, whose `step` is the last part of each step of this optimizer; None: no QK-clip."""
         self._step_supports_amp_scaling = getattr(adamw, "_step_supports_amp_scaling", False)
         own = {"params": list(matrices), "weight_decay": optimizer.weight_decay, "is_muon": True}
         super().__init__(adamw.param_groups + ([own] if matrices else []), adamw.defaults | {"is_muon": False})
 
     @functools.cached_property
     def _rounds(self) -> list[list[Assignment]]:
-        """Each round's assignments, computed in the first step: a dry run, which takes none, cannot exchange slices."""
+        """Each round's assignments. Computed in the first step: a dry run, which takes no step, cannot communicate."""
         keys = [(weight.shape, *(getattr(weight, name, None) for name in PLACEMENT)) for weight in self.matrices]
         weights = dict(zip(keys, self.matrices, strict=True))
         of_weights = {key: self._of_ranks(shard_slice(weight)) for key, weight in weights.items()}

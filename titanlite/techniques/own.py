@@ -25,7 +25,7 @@ from titanlite.model import Block, Llama
 from titanlite.parallel.own_rules import ShardsWeights
 from titanlite.parallel.tensor import BLOCK_STYLES
 
-LARGEST_FILE = 2**24  # largest size, in bytes, of a file of the user's own parts
+LARGEST_FILE = 2**24  # maximum size, in bytes, of a file of the user's own parts
 _LOADED_NOW = set[Path]()
 GATHER = "reduce over `group`, or set parallelism.disable_loss_parallel = true"
 
@@ -90,8 +90,8 @@ class Own(Parts):
     def check_loss(
         self, model: Model, parallelism: Parallelism, group: dist.ProcessGroup, device: torch.device
     ) -> None:
-        """Compute the user's loss of random logits in one call, by halves of the tokens, and from vocabulary shards.
-        Raises ConfigError unless losses and gradients are equal. Every rank must call `check_loss`."""
+        """Compute the user's loss of random logits in three ways: in one call, by halves of the tokens, and by shards
+        of the vocabulary. Raises ConfigError unless losses and gradients are equal. Every rank must call this."""
         if not self.loss:
             return
         vocab_size, generator = model.vocab_size, torch.Generator(device).manual_seed(0)

@@ -1,4 +1,4 @@
-"""QK-clip (MuonClip, Kimi K2, arXiv:2507.20534, section 2.1): no head's attention logits grow without bound.
+"""QK-clip (MuonClip, Kimi K2, arXiv:2507.20534, section 2.1) keeps attention logits from growing without bound.
 
 If a query head's largest logit in the global batch was above the threshold, weights are scaled after the optimizer
 step, so that the head's logits change by the factor gamma = threshold / largest:
@@ -8,9 +8,9 @@ step, so that the head's logits change by the factor gamma = threshold / largest
 - In latent attention, the channels without rotary embedding are scaled by sqrt(gamma) in queries and keys. Rotated
   queries are scaled by gamma; rotated keys, which all heads share, are not scaled.
 
-Attention backends return no logits, so a hook multiplies queries by keys again, in B x T x S x K floating-point
-operations per query head, as many as one of the 7 products of attention's forward and backward takes.
-Shapes: B batch, T tokens of this rank, S of the sequence, H query heads, G KV heads, M = H / G, K head_dim, L layers.
+Attention backends return no logits, so a hook multiplies queries by keys again. This takes B x T x S x K floating-point
+operations per query head, as many as one of the 7 products of attention's forward and backward.
+Shapes: B batch, T local tokens, S sequence length, H query heads, G KV heads, M = H / G, K head_dim, L layers.
 """
 
 import functools
@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from titanlite.parallel.shards import local_shard, shard_slice
 
 LOGITS, BLOCKS = 2**24, 8
-"""LOGITS: most logits of a block of queries, over all heads: 32 MiB in bfloat16, which fit into a GPU's cache. BLOCKS:
-fewest blocks of queries. More blocks compute fewer logits above the causal diagonal."""
+"""LOGITS: maximum number of logits of a block of queries, over all heads: 32 MiB in bfloat16, which fit into a GPU's
+cache. BLOCKS: minimum number of blocks. More blocks compute fewer logits above the causal diagonal."""
 
 
 class QkClip:
@@ -56,7 +56,7 @@ class QkClip:
         record(own_H, q_BTHK.detach(), k_BTGK.detach(), positions, inner_attention.window, ring, ulysses)
 
     def largest(self) -> Tensor:
-        """Return each layer's and head's largest logit since the last reset, [L, H]. Every rank must call `largest`."""
+        """Return the largest logit of each layer's heads since the last reset, [L, H]. Every rank must call this."""
         if self.group is not None:
             dist.all_reduce(self.largest_LH, dist.ReduceOp.MAX, self.group)
         return self.largest_LH
@@ -119,7 +119,7 @@ def record(
         queries, keys = q_BTGMK[:, int(block[0]) : int(block[-1]) + 1], k[:, begin:end]
         logits_BGMTS = torch.einsum("btgmk,bsgk->bgmts", queries, keys)
         first_BT1, at_T1 = (_on_device(x[..., block], q.device).unsqueeze(-1) for x in (first_BT, at_T))
-        left, right = int(first_BT[:, block].max()), int(at_T[block].min()) + 1  # unmasked keys: [left, right)
+        left, right = int(first_BT[:, block].max()), int(at_T[block].min()) + 1  # keys that need no mask: [left, right)
         for some in ((begin, left), (right, end)) if left < right else ((begin, end),):
             key_S = torch.arange(*some, device=q.device)
             unseen_BTS = (key_S > at_T1) | (key_S < first_BT1)

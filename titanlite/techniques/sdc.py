@@ -41,7 +41,7 @@ def hash_of_bits(tensor: Tensor) -> Tensor:
 
 class CorruptionCheck(Observer):
     """Compares replicas, and a step with its repetition, every `freq` steps. Every rank must make the same calls.
-    A checkpoint that `checkpointer` (or None) saves counts as correct only after a later check finds no difference."""
+    A checkpoint that `checkpointer`, if any, saves counts as correct only after a later check finds no difference."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class CorruptionCheck(Observer):
         return torch.stack([none if grad is None else hash_of_bits(plain_shard(grad)).cpu() for grad in gradients])
 
     def _different_replicas(self) -> list[tuple[int, list[int], str]]:
-        """Return this rank's weights whose replicas' bits differ, as (2, ranks, names); 2 is _explanation's kind."""
+        """Return this rank's weights whose replicas differ, as (2, ranks, names); 2 is the kind for _explanation."""
         by_replicas: dict[tuple[DeviceMesh, tuple[int, ...]], list[str]] = {}
         for name, parameter in self.parameters.items():
             if axes := _replicated_axes(parameter):

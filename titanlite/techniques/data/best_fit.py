@@ -1,4 +1,4 @@
-"""Best-fit packing (arXiv:2404.10830): documents are not split, and share sequences so that few tokens are padding.
+"""Best-fit packing (arXiv:2404.10830): documents are not split, and are combined so that few tokens are padding.
 
 Each shard of the token cache is packed separately: documents are placed by decreasing length, each into the fullest
 sequence that still has room. A packing table stores which documents are in each sequence.
@@ -41,7 +41,7 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """Return the bin of each item, int64. Every bin has the same capacity. The longest items are placed first, each
     into the fullest bin that still has room for the item. Items of one length are placed together: if a bin takes one
     of them and has room for another, it is still the fullest such bin. So the time grows with the number of different
-    lengths, not of items."""
+    lengths, not with the number of items."""
     bins, n_bins = np.empty(len(lengths), np.int64), 0
     order = np.argsort(-lengths, kind="stable")
     sizes, begins = np.unique(-lengths[order], return_index=True)
@@ -78,9 +78,9 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def split_documents(lengths: np.ndarray, seq_len: int, long: LongDocuments) -> np.ndarray:
-    """Return the first token and the length of each chunk, int64 [chunks, 2], for documents that are laid end to end. A
-    chunk is a document, or seq_len + 1 tokens of a longer one. Neighbouring chunks share one token, so that every token
-    of a document except the first is a target once. A document of one token has no target and is left out."""
+    """Return the first token and the length of each chunk, int64 [chunks, 2], of documents that are stored end to end.
+    A chunk is a document, or seq_len + 1 tokens of a longer document. Neighbouring chunks of a document share a token:
+    each of its tokens except the first is a target once. A document of one token has no target and is left out."""
     starts, lengths = np.cumsum(lengths, dtype=np.int64) - lengths, lengths.astype(np.int64)
     if long == "drop":
         starts, lengths = starts[lengths <= seq_len + 1], lengths[lengths <= seq_len + 1]
@@ -107,8 +107,8 @@ def pack(chunks: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def lay_out(documents: list[np.ndarray], seq_len: int, not_trained: int) -> Sequence:
-    """Return the packed sequence of documents of at most seq_len + 1 tokens together. `not_trained`: the bit that marks
-    tokens that are not targets; 0 if all are targets. Padding is a separate document with ignored targets."""
+    """Return the packed sequence of documents that together have at most seq_len + 1 tokens. `not_trained`: the bit
+    that marks tokens that are not targets; 0 if all are. Padding is a separate document with ignored targets."""
     stored = np.concatenate([np.empty(0, np.int64), *documents])
     tokens, n = stored & ~not_trained, len(stored)
     inputs, targets = np.zeros(seq_len, np.int64), np.full(seq_len, IGNORED, np.int64)
@@ -172,7 +172,7 @@ def _table_name(number: int) -> str:
 
 
 class BestFit:
-    """The packed sequences of a split, each read from the token cache when the sequence is needed."""
+    """The packed sequences of a split. Each is read from the token cache when it is needed."""
 
     def __init__(self, cache: TokenCache, split: Split, training: Training):
         has_targets = training.dataset_format != "text"  # conversations have a bit for untrained tokens
@@ -244,7 +244,7 @@ class BestFit:
 
     @property
     def summary(self) -> str:
-        """Return a line with the share of padding and the number of documents that were split, dropped or truncated."""
+        """Return a line with the fraction of padding and the number of documents split, dropped or truncated."""
         padding = 1 - self.index.tokens / max(self.n_sequences * (self.seq_len + 1), 1)
         documents = "documents" if self.long == "split" else "conversations"
         done = {"drop": "dropped", "truncate": "truncated"}.get(self.long, "split")
@@ -259,8 +259,8 @@ class BestFit:
         return checksum("/".join(table.xxh3_64 for table in self.index.tables).encode())
 
     def __getitem__(self, index: int) -> Sequence:
-        """Return a sequence; past the end, a sequence of padding only. If the packing table is damaged, removes
-        packing.json, so that the next start packs again, and raises TrainingError."""
+        """Return a sequence; past the end, a sequence of padding only. If the packing table is damaged, remove
+        packing.json, so that the next start packs again, and raise TrainingError."""
         if index >= self.n_sequences:
             return lay_out([], self.seq_len, 0)
         number = int(np.searchsorted(self._ends, index, side="right"))

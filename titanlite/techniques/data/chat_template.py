@@ -28,20 +28,20 @@ ESCAPE, BEGIN, END = "\ufdd0", "\ufdd1", "\ufdd2"
 FIRST = 0xF0000
 """Private-use character: after ESCAPE, FIRST + i stands for text i of `ChatTemplate.escaped`."""
 LARGEST_CONVERSATION = 1000
-"""Most messages of a conversation if the template lacks {% generation %}: it then runs once per assistant's message."""
+"""Maximum messages of a conversation if a template lacks {% generation %}, since it then runs once for each answer."""
 THOUGHT = "</think>"
-"""The text that ends the reasoning in a message. Some templates drop the reasoning."""
+"""The text that ends the reasoning in a message. Some templates leave the reasoning out."""
 TAGS = {
     "generation": rf"{{%\1 generation %}}{{% if true %}}{{{{'{BEGIN}'}}}}{{% endif \2%}}",
     "endgeneration": rf"{{%\1 if true %}}{{{{'{END}'}}}}{{% endif %}}{{% endgeneration \2%}}",
 }
-"""Replacements of a template's two tags: jinja2 blocks, too, so that white space around the tags is still trimmed."""
+"""Replacements of two tags in a template. They are jinja2 blocks, so that white space around them is still trimmed."""
 Regions = list[tuple[str, bool]]
 """Consecutive regions of a rendered text: the text of a region, and whether it is trained on."""
 
 
 class Conversation(str):
-    """The text of a conversation, or of its beginning up to an answer."""
+    """The text of a conversation, or of its beginning up to the end of an answer."""
 
     named: str
     """The text with each special token replaced by its name in `HuggingFaceTokenizer.ordinary`."""
@@ -100,10 +100,10 @@ class ChatTemplate:
         return found
 
     def conversations(self, row: Row, *, special: bool = False) -> list[Conversation]:
-        """Return a row's conversations. The last is the full one. Before it come beginnings, each of which ends with an
-        answer that the template renders in another way, such as without reasoning, if messages follow it. `special`:
-        messages may contain special tokens. Raises ValueError if the template cannot render the messages, or it is
-        unclear which text the assistant wrote."""
+        """Return a row's conversations. The last one is complete. Before it come beginnings of it, each of which ends
+        with an answer that the template renders in another way (such as without reasoning) if messages follow.
+        `special`: messages may contain special tokens. Raises ValueError if the template cannot render the messages, or
+        it is unclear which text the assistant wrote."""
         messages, tools, not_trained = row
         if not any(message["role"] == "assistant" for message in messages):
             raise ValueError('no message has the role "assistant", so there is nothing to train on')
@@ -159,7 +159,7 @@ class ChatTemplate:
         return _analyzed(self.tokenizer.loaded.get_chat_template(tools=tools))
 
     def _escape(self, value: Any, special: bool = False) -> Any:
-        """In all strings of a value, replace the texts in `self.escaped`; with `special`, keep special tokens."""
+        """Replace the texts in `self.escaped` in all strings of a value; with `special`, keep special tokens."""
         if isinstance(value, dict):
             return {self._escape(key, special): self._escape(item, special) for key, item in value.items()}
         if isinstance(value, list):
@@ -170,7 +170,7 @@ class ChatTemplate:
         return value
 
     def _read(self, text: str, *, named: bool = False) -> str:
-        """Undo `_escape` in a rendered text. `named`: write special tokens as their names."""
+        """Undo `_escape` in a rendered text. `named`: replace special tokens by their names in tokenizer.names."""
 
         def text_of_match(match: re.Match[str]) -> str:
             if match[0][0] != ESCAPE:
@@ -196,8 +196,8 @@ class ChatTemplate:
     def _regions_by_prefixes(
         self, messages: list[dict[str, Any]], tools: Any, text: str, not_trained: Collection[int]
     ) -> tuple[Regions, list[Regions]]:
-        """Return the regions of a rendered text, and of each beginning that the template renders in another way if
-        messages follow. An answer begins after the rendered earlier messages and generation prompt."""
+        """Return the regions of a rendered text, and the regions of each beginning that the template renders in another
+        way if messages follow. An answer begins after the earlier messages and the generation prompt, as rendered."""
         regions, beginnings, end = [], [], 0
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -205,7 +205,7 @@ class ChatTemplate:
             through = text if index == len(messages) - 1 else self._render(messages[: index + 1], tools)
             before = self._before(messages[: index + 1], tools, through)
             if not through.startswith(before) and THOUGHT in str(message.get("content")):
-                # This template drops reasoning, which it finds by THOUGHT, but the prompt asks for it: escape THOUGHT.
+                # The template drops the reasoning, found by THOUGHT, which the prompt asks for: escape THOUGHT.
                 thought = message["content"].replace(THOUGHT, ESCAPE + chr(FIRST + self._numbers[THOUGHT]))
                 through = self._render([*messages[:index], {**message, "content": thought}], tools)
             if not through.startswith(before):
@@ -222,7 +222,7 @@ class ChatTemplate:
         return [*regions, (text[end:], False)], beginnings
 
     def _before(self, messages: list[dict[str, Any]], tools: Any, through: str) -> str:
-        """Return the rendered text before the last of `messages`, an answer. `through`: all messages, rendered."""
+        """Return the rendered text before the last of `messages`, an answer. `through`: the text of all `messages`."""
         if len(messages) > 1:
             with contextlib.suppress(ValueError):  # some templates reject a conversation without its last answer
                 return self._render(messages[:-1], tools, add_generation_prompt=True)

@@ -17,7 +17,7 @@ from titanlite.train_step import Observer, TrainStep
 class DatasetLosses(Observer):
     """Adds up the token losses of each dataset over training steps; each rank adds up its own tokens' losses. The
     output head records the token losses of each microbatch, in the order of this rank's sequences. The host reads the
-    sums only in `totals`. `data_rank`: data-parallel index of this rank; `loader` tells the position."""
+    sums only in `totals`. `data_rank`: this rank's data-parallel index; `loader` has the position in the mixture."""
 
     def __init__(
         self, mixture: MixedSequences, loader: Loader, train_step: TrainStep, training: Training, *, data_rank: int
@@ -55,13 +55,13 @@ class DatasetLosses(Observer):
 
     def totals(self) -> Tensor:
         """Return the sum of the token losses and the number of valid tokens of each dataset, [datasets, 2] in float64,
-        over all ranks and the steps since `totals` was last called. Every rank must call `totals`."""
+        over all ranks and all steps since `totals` was last called. Every rank must call `totals`."""
         totals, self._totals = self._totals, self._zeros()
         dist.all_reduce(totals)
         return totals
 
     def metrics(self) -> dict[str, float]:
-        """Return the tokens and epochs read and mean loss (nats) of each dataset, by tag. Every rank must call this."""
+        """Return each dataset's tokens and epochs read, and its mean loss (nats), by tag. Every rank must call this."""
         rows = zip(self.mixture.names, self.totals().tolist(), strict=True)
         losses = {f"data/{name}/loss": loss / n_tokens for name, (loss, n_tokens) in rows if n_tokens}
         return self.mixture.metrics(self.loader.position) | losses

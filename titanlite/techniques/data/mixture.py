@@ -21,7 +21,7 @@ from titanlite.data.shuffle import permuted
 from titanlite.files.durable import Int63, Record, parse_part
 
 MIXTURE_BLOCK = 1024
-"""Number of sequences of a block. Another number would change the order of every mixture."""
+"""Number of sequences in a block. Another number would change the order of every mixture."""
 WEIGHT_OF_LARGEST = 2**32  # integer share of the dataset with the largest weight
 
 
@@ -40,7 +40,7 @@ def integer_shares(options: list[MixedDataset], sizes: list[int]) -> list[int]:
 
 
 def largest_count(options: MixedDataset, n_sequences: int, seq_len: int) -> int | None:
-    """Return a dataset's limit in sequences, from its epochs (rounded down) and tokens (rounded up); None: no limit."""
+    """Return a dataset's limit in sequences: the lower of its epochs, rounded down, and tokens, rounded up, if any."""
     limits = []
     if options.epochs != -1:
         limits.append(int(Fraction(repr(options.epochs)) * n_sequences))  # repr makes 0.29 exactly 29/100
@@ -65,12 +65,12 @@ class Component(NamedTuple):
 
 
 class MixtureBlock(NamedTuple):
-    """One block of the mixture. `counts`: how many sequences of each dataset come before the block, over all epochs."""
+    """One block of a mixture. `counts`: number of each dataset's sequences before the block, over all epochs."""
 
     first: int  # global index of the block's first sequence
     counts: tuple[int, ...]
     phase: tuple[int, ...]
-    """Counts at the start of the current phase: a phase starts at the beginning and whenever a dataset is used up."""
+    """Counts at the start of this phase. The first phase begins with the mixture, others when a dataset is used up."""
 
 
 class _Mixture(Record):
@@ -147,8 +147,8 @@ class MixedSequences:
         return dict(zip(self.names, counts, strict=True))
 
     def resumed(self, loader_state: dict[str, Any] | None) -> MixedSequences:
-        """Return this mixture from where a run stopped, given the run's loader state, or from the beginning (None). If
-        the run had another mixture, each dataset continues from the count under its name, and a new block begins."""
+        """Return this mixture from where a run stopped, as `loader_state` tells; None: from the beginning. If that run
+        had another mixture, each dataset continues from the count under its name, and a new block begins."""
         if not loader_state:
             return self
         position = parse_part(loader_state, "data.next_sequence", Int63)
@@ -181,7 +181,7 @@ class MixedSequences:
             raise ConfigError([problem])
 
     def metrics(self, position: int) -> dict[str, float]:
-        """Return, by metric tag, how many tokens and epochs of each dataset are read before a position."""
+        """Return the number of tokens and of epochs of each dataset before a position, by metric tag."""
         values: dict[str, float] = {}
         for each, count in zip(self.components, self.counts(position), strict=True):
             values[f"data/{each.name}/tokens"] = count * each.sequences.seq_len
@@ -189,7 +189,7 @@ class MixedSequences:
         return values
 
     def expected_counts(self, n: int) -> list[float]:
-        """Return each dataset's approximate part of the first n sequences; the datasets' limits must allow n."""
+        """Return each dataset's approximate number of the first n sequences; the datasets' limits must allow n."""
         counts, left = [0.0] * len(self.components), float(n)
         while left and (active := {i: self.components[i] for i in self._active(counts)}):
             total = sum(each.share for each in active.values())
@@ -218,7 +218,7 @@ class MixedSequences:
     def _walk_through(self, block: MixtureBlock) -> tuple[list[tuple[int, int]], MixtureBlock]:
         """Return (dataset, index in the dataset's order) for each sequence of a block, and the next block."""
         chosen, counts, phase = [], list(block.counts), block.phase
-        end = MIXTURE_BLOCK  # if all datasets are used up in this block: their end, which shuffling does not cross
+        end = MIXTURE_BLOCK  # number of sequences to shuffle: those before the end of the last dataset to be used up
         while len(chosen) < MIXTURE_BLOCK:
             chosen += self._choose(counts, phase, MIXTURE_BLOCK - len(chosen))
             if counts[chosen[-1]] == self.components[chosen[-1]].limit:  # the chosen dataset is used up
@@ -234,10 +234,10 @@ class MixedSequences:
         return order, after
 
     def _choose(self, counts: list[int], phase: tuple[int, ...], n: int) -> list[int]:
-        """Return the datasets of the next n sequences (fewer if a dataset is used up), and add them to `counts`. A
-        dataset with share w of W in total has m w / W of a phase's first m sequences, rounded up or down, if its
-        sequence k (from 0) has an index in the phase from floor(k W / w) to ceil((k + 1) W / w) - 1, its deadline. The
-        schedule "earliest deadline first" meets all deadlines, because the shares add up to W."""
+        """Return the datasets of the next n sequences (fewer if a dataset is used up), and add them to `counts`. Of the
+        first m sequences of a phase, a dataset with share w has m w / W, rounded up or down, where W is the sum of the
+        shares, if its sequence k (from 0) has an index from floor(k W / w) to its deadline, ceil((k + 1) W / w) - 1, in
+        the phase. The schedule "earliest deadline first" meets all deadlines, because the shares add up to W."""
         active = self._active(counts) or range(len(counts))
         shares = {i: self.components[i].share for i in active}
         total = sum(shares.values())
@@ -270,7 +270,7 @@ def _is_possible(state: _Mixture, position: int) -> bool:
 
 class MixedValidation:
     """The validation splits of a mixture's datasets, each read once. Sequences are interleaved evenly: among the first
-    n sequences, each dataset's number is in proportion to its split's size."""
+    n sequences, the number from each dataset is in proportion to the size of its split."""
 
     def __init__(self, splits: list[ValidationSequences]):
         self.splits = splits

@@ -14,7 +14,7 @@ from titanlite.loss import IGNORED
 
 class OwnSequences:
     """Sequences of a user's object. data[index] is T + 1 tokens or a titanlite.data.packing.Sequence, the same at every
-    call and on every rank. Past len(data), if the object has a len, the sequences repeat or, if `pads`, are padding."""
+    call and on every rank. If the object has a len, sequences past it repeat or, if `pads`, are padding."""
 
     def __init__(self, data: Any, training: Training, vocab_size: int, *, pads: bool = False):
         self.data, self.seq_len, self.vocab_size, self.pads = data, training.seq_len, vocab_size, pads
@@ -45,7 +45,7 @@ class OwnSequences:
     read = PackedSequences.read
 
     def state(self, position: int) -> dict[str, Any]:
-        """Return the state after training on `position` sequences, even if more were read, as plain JSON."""
+        """Return the object's state after training on `position` sequences, even if it has read more, as plain JSON."""
         return {"own": self.data.state(position)} if hasattr(self.data, "state") else {}
 
     def resumed(self, loader_state: dict[str, Any] | None) -> OwnSequences:

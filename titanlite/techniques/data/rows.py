@@ -1,4 +1,4 @@
-"""Read from a dataset row the messages and tools of a conversation, and which messages are trained on."""
+"""Read the messages and tools of a conversation from a dataset row, and find out which messages are trained on."""
 
 import contextlib
 import json
@@ -56,7 +56,7 @@ def tools_of(value: Any) -> list[Any] | None:
 
 
 def unread_keys(training: Training, messages: list[dict[str, Any]], words: frozenset[str]) -> set[str]:
-    """Return each key of `messages` that is not in a chat template. `words`: the words of the template's source."""
+    """Return the keys of `messages` that a chat template does not contain. `words`: the words of its source."""
     keys = {key for message in messages for key in message} - words
     return {f"{training.dataset_messages_key}[].{key}" for key in keys if not words.issuperset(re.findall(r"\w+", key))}
 

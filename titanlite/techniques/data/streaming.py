@@ -1,4 +1,4 @@
-"""Streaming: packed sequences of documents that are read and tokenized while training, for large datasets. The dataset
+"""Streaming: packed sequences of documents that are read and tokenized during training, for large datasets. The dataset
 is partitioned into n streaming shards. Packed sequence k is the next sequence of shard k mod n. Data-parallel rank r of
 d takes the sequences with k mod d = r. Because d divides n, a rank takes complete shards: only one rank tokenizes a
 document, and the order does not depend on the number of ranks."""
@@ -29,7 +29,7 @@ ShardState = dict[str, Any]  # a _Shard, as plain JSON
 
 class _Shard(Record):
     """The position of a stream in a shard: where the first document with unused tokens begins (None: at the start), how
-    many tokens of this document are used, the number of the shuffled block, and how many sequences of it are used."""
+    many of its tokens are used, the number of the current shuffled block, and how many of its sequences are used."""
 
     position: tuple[Int63, Int63] | dict[str, Any] | None
     used: Int63
@@ -38,7 +38,7 @@ class _Shard(Record):
 
 
 Saved = dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], _Shard]
-"""A checkpoint saves the shards of a stream that have begun, by number."""
+"""The positions that a checkpoint saves: those of the shards that the stream has begun to read, by shard number."""
 
 
 def partition(segments: list[Segment], n: int) -> list[list[Segment]]:
@@ -98,7 +98,7 @@ class StreamingSequences:
         return f"{self.n_shards} streaming shards of {self.n_files} files"
 
     def resumed(self, loader_state: dict[str, Any] | None) -> "StreamingSequences":
-        """Return this stream from where a run stopped, given the run's loader state, or from the beginning (None)."""
+        """Return this stream from where a run stopped, as `loader_state` tells; None: from the beginning."""
         saved = parse_part(loader_state or {}, "data.streaming_shards", Saved | None) or {}
         resumed = copy.copy(self)
         resumed._saved = {int(number): each.model_dump(mode="json") for number, each in saved.items()}
@@ -114,8 +114,8 @@ class StreamingSequences:
         return {"streaming_shards": {str(number): states[number] for number in sorted(states)}}
 
     def read(self, first: int, stride: int) -> Iterator[tuple[Sequence, tuple[int, ShardState]]]:
-        """Yield every `stride`-th sequence from number `first` on, without end, each with its shard's number and that
-        shard's state after the sequence. A shard without a saved state starts from its beginning."""
+        """Yield the sequences first, first + stride, ... without end, each with its shard's number and that shard's
+        state after the sequence. A shard without a saved state starts from its beginning."""
         readers: dict[int, Iterator[tuple[np.ndarray, ShardState]]] = {}
         while True:
             if (shard := first % self.n_shards) not in readers:
@@ -126,7 +126,7 @@ class StreamingSequences:
             first += stride
 
     def _read_shard(self, shard: int, start: ShardState) -> Iterator[tuple[np.ndarray, ShardState]]:
-        """Yield the sequences (T + 1 tokens each) of a shard, shuffled in blocks, with the shard's state after each."""
+        """Yield the sequences of a shard (T + 1 tokens each), shuffled in blocks, and the shard's state after each."""
         place = {"position": start["position"], "used": start["used"]}
         block, taken = start["block"], start["taken"]
         sequences = self._in_order(shard, place)
@@ -142,7 +142,7 @@ class StreamingSequences:
 
     def _in_order(self, shard: int, start: ShardState) -> Iterator[tuple[np.ndarray, ShardState]]:
         """Yield the sequences of a shard, unshuffled. Consecutive sequences of T + 1 tokens share one token."""
-        pending: deque[list[Any]] = deque()  # [position before a document, the document's tokens, number used]
+        pending: deque[list[Any]] = deque()  # [position before a document, its tokens, number of used ones]
         documents = self._documents(shard, start)
         length = self.seq_len + 1
         while True:

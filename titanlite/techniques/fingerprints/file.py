@@ -2,7 +2,7 @@
 
     FOLDER/fingerprints/step-N.safetensors
 
-A tensor of the file is named "PHASE TENSOR", with the phases "input" (weights, optimizer states and tokens before the
+A tensor in the file is named "PHASE TENSOR". The phases are "input" (weights, optimizer states and tokens before the
 step), "forward" (the output of a module), "backward" (the gradient of the loss with respect to the output), "gradient"
 (of a weight, before clipping) and "update" (a weight or optimizer state after the step)."""
 
@@ -24,11 +24,11 @@ from titanlite.files.durable import Int63, Record, parse, replace_file
 from titanlite.techniques.fingerprints.sketch import N_PRODUCTS, SIZE
 
 FOLDER = "fingerprints"
-KEY = "titanlite.fingerprints"  # metadata key of the file's Description, as JSON
-LARGEST_FILE = 2**27  # most bytes of a fingerprint file, enough for half a million tensors
+KEY = "titanlite.fingerprints"  # metadata key under which the file has its Description, as JSON
+LARGEST_FILE = 2**27  # maximum size of a fingerprint file in bytes, enough for half a million tensors
 LARGEST_SQUARE = 64
-"""Largest accepted ratio of the 16 inner products' mean square to the squared norm. The expected ratio is 1. 16 times
-the ratio is chi-squared with 16 degrees of freedom, and exceeds 16 x 64 with a probability below 1e-200."""
+"""Largest accepted ratio of the 16 inner products' mean square to the squared norm. The expected ratio is 1. The ratio
+times 16 is chi-squared with 16 degrees of freedom, and exceeds 16 x 64 with a probability below 1e-200."""
 NAME = re.compile(r"(input|forward|backward|gradient|update) [\w.]{1,200}( \w{1,40})?", re.ASCII)
 Dtype = Literal["float64", "float32", "bfloat16", "float16", "float8", "int8", "int4"]
 Name, Number = Annotated[str, Field(pattern="^[A-Za-z][A-Za-z0-9_ -]{0,39}$")], Annotated[float, Field(ge=1, le=2**53)]
@@ -44,7 +44,7 @@ class Description(Record):
     counts: Annotated[dict[Name, Number], Field(max_length=40)]
     """Factors by which a wrong layout could scale gradients: degrees of parallelism, and numbers of tokens."""
     sequences: list[Annotated[int, Field(ge=-(2**53), le=2**53)]] = Field(default_factory=list, max_length=N_PRODUCTS)
-    """A hash of all (position, token, target) of the global batch, whatever their sequences; empty: unknown."""
+    """A hash of all (position, token, target) of the global batch in any order of sequences; an empty list: unknown."""
 
 
 def write(folder: Path, description: Description, fingerprints: Mapping[str, Tensor]) -> None:

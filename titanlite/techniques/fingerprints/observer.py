@@ -1,4 +1,4 @@
-"""Record fingerprints of a run's steps, without gathering a tensor or changing a number of the training."""
+"""Record fingerprints of a run's steps, without gathering tensors and without changing any number of the training."""
 
 import functools
 from collections import Counter
@@ -37,8 +37,8 @@ class Place:
 
     def rows(self, n_rows: int, call: int, *, sequence_parallel: bool = True) -> Tensor:
         """Return the global index of each row of an activation, [n_rows] int64: the index of the row's sequence in the
-        global batch, times the sequence length, plus the row's position. `call`: number of the module's earlier
-        forwards in a step, all of this size. `sequence_parallel`: whether rows are sharded over tp."""
+        global batch, times the sequence length, plus the row's position. `call`: number of the module's earlier forward
+        passes in this step, all of this size. `sequence_parallel`: whether rows are sharded over tp."""
         n_shards = self.tensor_degree if sequence_parallel else 1
         n_tokens, first = len(self.positions), self.tensor_rank * n_rows if sequence_parallel else 0
         token = torch.arange(first, first + n_rows)
@@ -48,8 +48,8 @@ class Place:
 
 class Fingerprints(Observer):
     """Writes the fingerprints of step 1 and of every debug.fingerprint_freq-th step. Every rank must make the same
-    calls. Fingerprints must be the first observer, because later observers may run the forward and backward again.
-    `full_model`: all stages, on the meta device; `shard`: this rank's part of every sequence."""
+    calls. This must be the first observer, because later observers may run forward and backward again. `full_model`:
+    the model with all stages, on the meta device; `shard`: the tokens of each sequence that this rank has."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Fingerprints(Observer):
             self._full = {}
             self._add_weights_and_states("input")
         tensors = named_tensors(self.train_step.model)
-        for name in tensors.keys() - self._names.values():  # the rest: routers' buffers, which change after the update
+        for name in tensors.keys() - self._names.values():  # routers' buffers, which change after the update
             self._add_tensor("input", name, tensors[name])
 
     def after_backward(self, step: int, batches: list[Batch], loss_sum: Tensor, *, is_test: bool) -> None:
@@ -121,7 +121,7 @@ class Fingerprints(Observer):
         for parameter, name in self._names.items():
             if parameter.grad is not None:
                 self._add_tensor("gradient", name, parameter.grad)
-        contributes = self.train_step.contributes_loss  # true on one of the ranks with the same tokens
+        contributes = self.train_step.contributes_loss  # true on only one of the ranks that have the same tokens
         for call, batch in enumerate(batches):
             rows = self.place.rows(batch.tokens.numel(), call, sequence_parallel=False).to(batch.tokens.device)
             # The signs of each (position, token, target) add up to the same sum in any order of the sequences.
@@ -152,7 +152,7 @@ class Fingerprints(Observer):
             output.register_hook(functools.partial(self._see_gradient, name, call, rows))
 
     def _see_gradient(self, name: str, call: int, rows: Tensor, gradient: Tensor) -> None:
-        """Record the gradient of a module's output, only once if a split backward calls this hook twice."""
+        """Record the gradient of a module's output, but only once if a split backward calls this hook twice."""
         if self._is_active and (name, call) not in self._seen:
             self._seen.add((name, call))
             own = fingerprint(name, local_shard(gradient), rows)
@@ -187,7 +187,7 @@ class Fingerprints(Observer):
         self._own[entry] = self._own[entry] + own if entry in self._own else own
 
     def _summed(self, names: list[str]) -> dict[str, Tensor]:
-        """Return each entry's sum over ranks, divided by its number of replicas (the sum of the last column)."""
+        """Return each entry's sum over ranks, divided by its number of replicas, the sum of the last column."""
         none = torch.zeros(SIZE + 1, dtype=torch.float64, device=self.train_step.device)
         sums, added = torch.stack([self._own.get(name, none) for name in names]), torch.zeros(len(names))
         dist.all_reduce(sums)
@@ -202,7 +202,7 @@ class Fingerprints(Observer):
 
 
 def entries(full_model: Llama) -> tuple[list[str], list[str]]:
-    """Return two lists, equal on all ranks: names of a step's fingerprints before its update, and after its update."""
+    """Return two lists, the same on all ranks: names of a step's fingerprints before its update, and those after it."""
     tensors, parameters = [*named_tensors(full_model)], [name for name, _ in full_model.named_parameters()]
     modules = ["tok_embeddings", *(f"layers.{number}" for number in full_model.layers), "norm"]
     states = [f"{name} {key}" for name in parameters for key in STATES]

@@ -1,4 +1,4 @@
-"""Read on the host how many rows each expert and each rank gets. These numbers are sizes of tensors."""
+"""Read how many rows each expert and each rank gets. The host needs these numbers as sizes of tensors."""
 
 from typing import Any
 

@@ -38,7 +38,7 @@ def shard_block_with_experts(
 
 
 def _dimension_of_experts(n_ranks: int, parameter: nn.Parameter) -> Shard | None:
-    """Return which dimension of stacked experts to shard: None (the first) unless `n_ranks` divides only another."""
+    """Return which dimension of stacked experts to shard: the first (None), unless `n_ranks` divides only another."""
     if parameter.dim() < 3:
         return None
     sharded = [placement.dim for placement in getattr(parameter, "placements", ()) if placement.is_shard()]

@@ -113,7 +113,7 @@ def _grouped_product(x_MD: Tensor, weights: list[Tensor], counts_E: Tensor) -> C
 
 
 class _Spread(torch.autograd.Function):
-    """Copies each token to its experts' rows. Unlike indexing on CUDA, the backward sums in a fixed order."""
+    """Copies each token to its experts' rows. Unlike the backward of indexing on CUDA, this one has a fixed order."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, order_M: Tensor, row_M: Tensor, operators: Operators) -> Tensor:
@@ -156,7 +156,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def order_by_expert(experts_M: Tensor, n_experts: int) -> Tensor:
-    """Return the permutation that stably sorts rows by expert. Keys are short: CUDA sorts 8 bits per pass."""
+    """Return the permutation that stably sorts rows by expert. Keys have a short type: CUDA sorts 8 bits per pass."""
     return experts_M.to(torch.uint8 if n_experts <= 256 else torch.int16).argsort(stable=True)
 
 

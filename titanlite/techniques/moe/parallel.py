@@ -123,14 +123,14 @@ def _exchange(experts: Experts, group: dist.ProcessGroup, x_MD: Tensor, scores_M
 def _exchange_at_once(
     experts: Experts, group: dist.ProcessGroup, x_MD: Tensor, scores_M: Tensor, counts_E: Tensor
 ) -> Tensor:
-    """Do what _exchange does by operators that autograd differentiates, for experts with adapters: no row is in flight
-    while experts compute. `x_MD` and the result are sorted by expert."""
+    """Do the same as _exchange for experts with adapters, by operators that autograd differentiates. No row is in
+    flight while experts compute. `x_MD` and the result are sorted by expert."""
     sent_RL = counts_E.view(group.size(), -1)
     received_RL = _wait(_start(counts_E, None, None, group)).view_as(sent_RL)
     sent, received = ([sum(row) for row in each] for each in counts.read(torch.stack((sent_RL, received_RL))))
     order = _transposed(received_RL, sum(received))
     back = inverse(order)
-    swap = torch.ops._c10d_functional_autograd.all_to_all_single  # private API of torch (tried on 2.13)
+    swap = torch.ops._c10d_functional_autograd.all_to_all_single  # private API of torch (tested with 2.13)
     arriving = (_wait(swap(rows, received, sent, group.group_name)) for rows in (x_MD, scores_M))
     y = experts.forward(*(Permute.apply(rows, order, back) for rows in arriving), received_RL.sum(0))
     return _wait(swap(Permute.apply(y, back, order), sent, received, group.group_name))
@@ -173,7 +173,7 @@ def _send(
     w1: Tensor, _: Tensor, w3: Tensor, *biases: Tensor,
 ) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
     """Send rows and scores to the ranks of their experts, and multiply the rows there by w1 and w3 while later rows are
-    in flight. Return received scores and, by expert, received rows and their products with w1 and w3, biases added."""
+    in flight. Return received scores and, by expert, received rows and their outputs of w1 and of w3, with biases."""
     sent_scores = _start(scores_M[by_rank_M], exchange.received_R, exchange.sent_R, exchange.group)
     arriving = exchange.send_rows(x_MD)
     scores, gates, ups = _wait(sent_scores)[by_expert], [], []
@@ -187,8 +187,8 @@ def _send(
 class _ExchangedExperts(torch.autograd.Function):
     """Combines the products of _send, multiplies them by w2, and sends the results back to the ranks that sent the
     rows. The backward covers _send, too. While one expert computes, the results of earlier experts are in flight. A
-    split backward runs `backward` twice: for gradients of rows, and for gradients of weights. Private API of torch:
-    torch._C._will_engine_execute_node (tried on torch 2.11 to 2.15)."""
+    split backward runs `backward` twice: for gradients of rows, and for gradients of weights. Uses the private function
+    torch._C._will_engine_execute_node (tested with torch 2.11 to 2.15)."""
 
     @staticmethod
     def forward(
@@ -196,7 +196,7 @@ class _ExchangedExperts(torch.autograd.Function):
         rows: tuple[Tensor, list[Tensor], list[Tensor]],
         x_MD: Tensor, scores_M: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, *biases: Tensor,
     ) -> Tensor:  # fmt: skip
-        """Return the results [M, D]. `rows`: what _send returned; `kept`: Keep's result, which the backward reads."""
+        """Return the results [M, D]. `rows`: scores and products of _send; `kept`: Keep's result, for the backward."""
         ctx.exchange, ctx.operators, ctx.clamp, ctx.keeper = exchange, operators, clamp, kept.grad_fn
         ctx.n_weights = 3 + len(biases)
         ctx.of_rows, ctx.of_weights = x_MD.grad_fn, w1.grad_fn
@@ -253,8 +253,8 @@ def _unsorted(x_M: Tensor, order_M: Tensor) -> Tensor:
 
 
 def _start(x: Tensor, received: list[int] | None, sent: list[int] | None, group: dist.ProcessGroup) -> Tensor:
-    """Start to exchange rows: send `sent[r]` rows to rank r, receive `received[r]`; None: an equal number for each
-    rank. Private API of torch: _c10d_functional, whose results selective AC can save (tried on torch 2.11 to 2.15)."""
+    """Start to send `sent[r]` rows to each rank r and to receive `received[r]`; None: equal numbers. Uses the private
+    torch.ops._c10d_functional, whose results selective AC can save (tested with torch 2.11 to 2.15)."""
     sizes = [len(x) // group.size()] * group.size()
     return torch.ops._c10d_functional.all_to_all_single(x, received or sizes, sent or sizes, group.group_name)
 

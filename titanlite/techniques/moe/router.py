@@ -13,7 +13,7 @@ from titanlite.config.schema import Model
 class Router(nn.Module):
     """Returns each token's experts and their scores, and balances the experts' load. Among equal scores, the expert
     with the smaller index is chosen, so that the layout does not change the choice. The backward adds to `record` two
-    numbers per expert, its tokens and its sum of scores, and one number in total, the sum of the z-loss. Thus
+    numbers per expert (its tokens and its sum of scores) and, once, the sum of the z-loss. Since the backward records,
     validation is not recorded, and a forward that activation checkpointing repeats is recorded once."""
 
     def __init__(self, model: Model):

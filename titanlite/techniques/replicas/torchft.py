@@ -1,5 +1,5 @@
 """Replica groups that may fail: launches of the same config that torchft (github.com/pytorch/torchft) connects. A
-torchft Manager connects each rank with the ranks of the same number in the other groups. In each step, participating
+torchft Manager connects each rank with the rank of the same number in each other group. In each step, participating
 groups sum token counts and gradients, so the step equals a single process's step on all samples. If a group fails
 during a step, the other groups repeat the step. A group that returns copies a participant's state and step number."""
 
@@ -160,8 +160,8 @@ class Replicas(OneGroup):
 
     def _join(self) -> None:
         """Wait for the quorum of the next step, and copy another group's state if this group is behind. All ranks of
-        this group wait for each other; if a rank failed to copy, all ranks copy the state again. Private API of
-        torchft: Manager._quorum_future keeps the error of a failed attempt (torchft-nightly 2026.10.26)."""
+        this group wait for each other; if a rank failed to copy, all ranks copy the state again. Uses the private
+        attribute Manager._quorum_future, which keeps a failed attempt's error (torchft-nightly 2026.10.26)."""
         mark(WAITING, limited=False)
         set_group_timeout(self._ranks, self._timeout)
         failed = True
@@ -199,8 +199,8 @@ class Replicas(OneGroup):
 
     def count(self, valid: Tensor) -> None:
         """Sum a step's number of tokens over the participants, in place, and compare the groups' configs and weights.
-        Does nothing unless this group takes a step. Raises ConfigError if it is new and does not fit the other groups;
-        TrainingError if no group is new and its weights differ from those of a group of smaller replica_id."""
+        Does nothing unless this group takes a step. Raises ConfigError if this group is new and does not fit the rest,
+        and TrainingError if no group is new and its weights differ from those of a group with a smaller replica_id."""
         if self._group_state is not GroupState.PARTICIPANT:
             return
         state, quorum = 0, self.manager._quorum_id
@@ -238,8 +238,8 @@ class Replicas(OneGroup):
     def totals(
         self, loss_sum: Tensor, valid: Tensor, parameters: Iterable[nn.Parameter], signals: Signals, *counts: float
     ) -> Totals | None:
-        """Sum a step's results over this group's ranks and the participants; print the participants if they changed.
-        Returns the mean of the groups' gradient norms, which differ only by the hardware's rounding."""
+        """Sum a step's results over this group's ranks and the participants; return None if a sum failed. Print the
+        participants if they changed. The result has the mean of the groups' gradient norms: they differ by rounding."""
         members = list(parameters)
         self._sum_shards([local_shard(parameter.grad) for parameter in members if parameter.grad is not None])
         norm = gradient_norm(members, self.device)
