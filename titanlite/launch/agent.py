@@ -60,7 +60,7 @@ class NewStores:
         return RendezvousInfo(met.store, met.rank, met.world_size, place)
 
     def num_nodes_waiting(self) -> int:
-        """Return how many nodes wait to join. If any, stop this node's ranks, which save. The agent restarts them."""
+        """Return how many nodes wait to join. If any do, stop the ranks here, which save; the agent restarts them."""
         if n_waiting := self.handler.num_nodes_waiting():
             ranks = children(os.getpid())
             send(ranks, signal.SIGTERM)
@@ -196,7 +196,7 @@ def _address_towards(host: str, port: int, seconds: float = 60.0) -> str:
 
 
 def _watch(agent: Agent, signals: LauncherSignals, finished: threading.Event) -> None:
-    """Pass a stop signal on to ranks that start later. End the launcher soon after its ranks, even if nodes remain."""
+    """Pass stop signals on to ranks that start later. End the launcher after its ranks, even if other nodes run on."""
     ended_since = None
     while not finished.wait(0.2):
         signals.pass_on()

@@ -63,7 +63,7 @@ def fail(error: Exception, rank: OneRank | None) -> None:
 
 
 def failure(rank: int, message: str, status: int = 1) -> dict[str, Any]:
-    """Return the record of a rank's failure, which ends all ranks that read it. An empty `message` is not printed."""
+    """Return the record of a rank's failure. Once stored, a record ends all ranks. An empty message is not printed."""
     return {"rank": rank, "machine": machine(), "status": status, "message": message, "kind": "error"}
 
 

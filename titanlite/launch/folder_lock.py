@@ -89,7 +89,7 @@ class FolderLock:
     lost: Callable[[str], None]
     """Called with a message, in the heartbeat's thread, if another process took over the lock."""
     take_over: bool = True
-    """Whether to take over another node's lock whose heartbeat has stopped. On this node, dead locks always are."""
+    """Whether to take over other nodes' locks without heartbeats. This node's dead locks are always taken over."""
     beat_seconds: float = 5.0
     patience: int = 6  # number of heartbeats without which the holder of a lock counts as dead
     token, _beats, _thread = "", 0, None

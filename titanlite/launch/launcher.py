@@ -49,7 +49,7 @@ VARIABLES = {
 
 
 def ranks_wanted(loaded: LoadedConfig[Config], environment: Mapping[str, str], n_devices: int) -> int:
-    """Return the number of ranks on all nodes: NGPU times the nodes or, without NGPU, as many as the degrees need."""
+    """Return the number of ranks on all nodes: NGPU per node; without NGPU, the degrees' product (-1: all devices)."""
     _, nodes = nodes_of(environment)
     if environment.get("NGPU"):
         return nodes * count(environment, "NGPU", 1)
@@ -103,7 +103,7 @@ def load_and_check(argv: list[str], use: Callable[[LoadedConfig[Config]], Any]) 
 
 
 def count_devices() -> int:
-    """Return the number of this node's accelerators. Importing torch is slow, so it waits until a driver is found."""
+    """Return the number of this node's accelerators. torch, a slow import, is imported only if there is a driver."""
     if not shutil.which("nvidia-smi") and not Path("/dev/kfd").exists():
         return 0
     import torch
@@ -144,7 +144,7 @@ def require_place(environment: Mapping[str, str], ranks: int = 1) -> None:
 
 
 def launch_variables(loaded: LoadedConfig[Config]) -> dict[str, str]:
-    """Write the config file of ranks, and return their variables. Raises ConfigError if the file cannot be written."""
+    """Write the ranks' config file, and return their environment variables. Raises ConfigError if writing fails."""
     dump_folder = loaded.config.job.dump_folder
     folder = Path(dump_folder) / "logs"
     try:

@@ -1,4 +1,4 @@
-"""The processes that a launcher or a command starts: passing signals on to them, and waiting for their end."""
+"""Pass signals on to the processes that a launcher or a command starts, and wait until they end."""
 
 import contextlib
 import functools

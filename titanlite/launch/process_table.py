@@ -27,7 +27,7 @@ def process_start_time(pid: int) -> str | None:
         command = ["ps", "-o", "lstart=", "-p", str(pid)]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     try:
-        # The process's name, in parentheses, may have spaces. Fields 3, 22: state, start time (proc_pid_stat(5)).
+        # The name, in parentheses, may have spaces. Field 3 is the state, field 22 the start time (proc_pid_stat(5)).
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:  # /proc may hide other users' processes (hidepid)
         try:

@@ -12,7 +12,7 @@ from titanlite.launch.progress import progress
 
 @contextlib.contextmanager
 def progress_bar(description: str, *, total: int, unit: str, enabled: bool) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on standard error during the with block; the interface is the same as of `progress`."""
+    """Show a progress bar on standard error during the with block. The interface is the same as that of `progress`."""
     console = Console(stderr=True)
     if not (enabled and console.is_terminal):
         with progress(description, total=total, unit=unit, enabled=enabled) as advance:

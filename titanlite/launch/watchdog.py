@@ -1,7 +1,7 @@
 """Finds the rank that hangs or has died, and ends all ranks with an error that names it.
 
 Ranks write heartbeats to the launch's store, without collectives, which may hang. A rank is silent if its neighbour
-sees no new heartbeat for the timeout. A rank hangs if an activity of its main thread exceeds its longest time so far
+sees no new heartbeat during the timeout. A rank hangs if an activity of its main thread exceeds its longest time so far
 plus the timeout. The first rank that has or detects a failure records it in the store, where all other ranks read it
 within seconds. JSON keys below titanlite/ATTEMPT/: `end`, the failure; `rank/N`, the heartbeat of rank N."""
 
@@ -28,7 +28,7 @@ from titanlite.launch.other_processes import children, send, wait_for_end
 from titanlite.launch.process_table import machine
 
 INTERVAL_SECONDS = 1.0
-"""Seconds between a rank's heartbeats; longer above 1,024 ranks, so that the store gets 1,024 heartbeats per second."""
+"""Seconds between a rank's heartbeats; more if there are over 1,024 ranks, which together send 1,024 per second."""
 
 
 class Watchdog(OneRank):
@@ -47,7 +47,7 @@ class Watchdog(OneRank):
 
     @property
     def timeout(self) -> float:
-        """Seconds without a heartbeat or progress after which a rank counts as hanging: at least 3 heartbeats' time."""
+        """Seconds without heartbeats or progress after which a rank counts as hanging; at least 3 times `interval`."""
         return max(3 * self.interval, progress.train_timeout or self.comm.init_timeout_seconds)
 
     def __enter__(self) -> None:
@@ -134,7 +134,7 @@ class Watchdog(OneRank):
                 with contextlib.suppress(queue.Empty):
                     record, answer = self._requests.get(timeout=self.interval)
                     answer.put(self._write_end(record))
-            except Exception as error:  # a rank without heartbeat would be taken for a dead one
+            except Exception as error:  # a rank without heartbeats would be taken for a dead one
                 failing_since = failing_since or progress.now()
                 if progress.now() - failing_since > RECORD_SECONDS and not self._finished.is_set():
                     self._lost_store(f"{error}".partition("\n")[0])
