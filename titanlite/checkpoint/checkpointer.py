@@ -78,7 +78,7 @@ class Checkpointer(NoCheckpoints):
         self.unconfirmed: list[int] = []
         """Steps of complete checkpoints whose weights have given no finite loss yet."""
         self.agreed_step = math.inf
-        """The last step at which a comparison of replicas found no difference; infinite if none are compared."""
+        """The last step at which compared replicas did not differ; infinity if replicas are never compared."""
         self.seconds = 0.0
         """Seconds during which saves have stopped the training since the last call of `metrics`."""
         self._finite_step = 0
@@ -109,7 +109,7 @@ class Checkpointer(NoCheckpoints):
         return saved
 
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-        """Load the newest checkpoint into model and optimizer, and its random states if it is of as many ranks as run.
+        """Load the newest checkpoint into model and optimizer, and random states if the number of ranks is unchanged.
         Return the `state` that was passed to `save`, with the key `step`; None without a checkpoint. Raises ConfigError
         if load_step is not the newest step, the identity differs, or the checkpoint is damaged; with on_corrupt =
         "previous", a damaged checkpoint is an error only if every checkpoint is damaged."""
@@ -189,7 +189,7 @@ class Checkpointer(NoCheckpoints):
 
     def _write(self, step: int, slices: tensors.Slices, state: bytes) -> None:
         """Write this rank's file. After all ranks have written their files, rank 0 writes state.json and the manifest,
-        and renames the folder. In an asynchronous save, all of this runs in a thread, even if the training fails."""
+        and renames the folder. In an asynchronous save, a thread does all of this, even if the training then fails."""
         rank, stored, folder = dist.get_rank(), None, self.folder / f"step-{step}{TEMPORARY}"
         file = folder / f"rank-{rank:05d}.safetensors"
         with self._saves(step):

@@ -92,7 +92,7 @@ def _tokenizer(assets: str, vocab_size: int, max_seq_len: int) -> tuple[int | No
 
 
 def _merged(path: Path, options: Model, dtype: torch.dtype) -> Any:
-    """Return a reader of the weights that a checkpoint's LoRA adapters and their base give, merged in host memory."""
+    """Return a reader of a checkpoint's base weights, after its LoRA adapters were merged into them in host memory."""
     model = build_llama(options, max_seq_len=1).to(dtype)
     model.materialize(torch.device("cpu"))
     load_weights(path, model, options)

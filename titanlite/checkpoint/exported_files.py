@@ -34,7 +34,7 @@ def tokenizer_files(tokenizer: Tokenizer, max_seq_len: int) -> dict[str, bytes]:
 
 
 def class_of(tokenizer: Tokenizer) -> str:
-    """Return the name of a tokenizer's class, or of an equal class that both transformers 4 and 5 have."""
+    """Return the name of a tokenizer's class, in a spelling that both transformers 4 and transformers 5 know."""
     name = type(tokenizer.loaded).__name__  # type: ignore[attr-defined]
     return "PreTrainedTokenizerFast" if name == "TokenizersBackend" else name
 

@@ -26,7 +26,7 @@ def write_file(
 ) -> Stored:
     """Write slices of tensors, each given with its offset in the full tensor and the full tensor's shape. Return the
     file's entry for the manifest. Slices are copied to host memory one at a time. `read` returns the data to write for
-    a slice; it is needed for the meta device. Raises OSError if the file cannot be written."""
+    a slice, and is needed for slices on the meta device. Raises OSError if the file cannot be written."""
     entries, slices = {}, {}
     for name, (tensor, offset, shape) in tensors.items():
         dtype = DTYPE_NAMES[tensor.dtype]

@@ -58,7 +58,7 @@ def complete_steps(folder: Path) -> list[int]:
 
 
 def _remove(path: Path) -> None:
-    """Delete a folder. If it is a symbolic link, delete only the link, since its target is not of this run."""
+    """Delete a folder. If it is a symbolic link, delete only the link, since its target does not belong to this run."""
     if path.is_symlink():
         path.unlink()
     else:
@@ -80,7 +80,7 @@ class CheckpointFolder:
         return self._path
 
     def recover(self) -> None:
-        """Delete a killed run's unfinished checkpoints, finish its renames. Raises ConfigError if step-N is a file."""
+        """Delete unfinished checkpoints of a killed run; finish its renames. Raises ConfigError if step-N is a file."""
         for path in self.path.glob("step-*"):
             if (state_of(path) or path.name.endswith(TEMPORARY)) and not path.is_dir():
                 raise ConfigError([f"{path}: expected the folder of a checkpoint; move or remove this"])
@@ -124,7 +124,7 @@ class CheckpointFolder:
         self._delete_oldest(UNCONFIRMED)
 
     def confirm(self, step: int) -> None:
-        """Rename an unconfirmed checkpoint to a good one, and delete good ones beyond the newest keep_latest_k."""
+        """Mark an unconfirmed checkpoint as good by a rename. Delete good ones beyond the newest keep_latest_k."""
         if (unconfirmed := self.named(step, UNCONFIRMED)).exists():  # `publish` may have deleted this checkpoint
             self._rename(unconfirmed, self.named(step))
             self._delete_oldest("")

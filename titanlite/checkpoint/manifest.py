@@ -104,7 +104,7 @@ class Stored(NamedTuple):
 
 def build_manifest(files: Mapping[str, Stored], state: bytes) -> bytes:
     """Return the content of manifest.json for the safetensors files in `files` and a state.json that has `state`."""
-    layouts: dict[tuple[int, int, Slice], int] = {}  # (number of the layout's prefix, last file and slice) -> number
+    layouts: dict[tuple[int, int, Slice], int] = {}  # (prefix layout's number, last slice's file, last slice) -> number
     layout_of: dict[str, int] = {}
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     for index, stored in enumerate(files.values()):

@@ -22,7 +22,7 @@ def collected_problems(
     group: dist.ProcessGroup | None = None, kind: type[Exception] = ConfigError
 ) -> Iterator[list[str]]:
     """Yield a list that contains, after the with statement, a line for each problem that the statement's body raised on
-    any rank. Every rank must enter the with statement. Without a process group, they are this process's problems."""
+    any rank. Every rank must enter the statement. Without a process group, these are the process's own problems."""
     own, problems = list[str](), list[str]()
     try:
         yield problems

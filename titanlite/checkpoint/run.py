@@ -45,7 +45,7 @@ class Trained(NamedTuple):
 
 
 class NoCheckpoints:
-    """Loads initial weights and saves no checkpoint (checkpoint.enable = false). Base of Checkpointer."""
+    """Loads initial weights and saves no checkpoint (checkpoint.enable = false). The base class of Checkpointer."""
 
     def __init__(self, checkpoint: Checkpoint, run: Trained | None = None):
         self.checkpoint, self.run = checkpoint, run
@@ -71,7 +71,7 @@ class NoCheckpoints:
         return contextlib.nullcontext()
 
     def confirm(self, step: int) -> None:
-        """Mark the checkpoints of steps before `step` as good, since its loss is finite. May raise TrainingError."""
+        """Mark the checkpoints before `step` as good, since the loss of `step` is finite. May raise TrainingError."""
 
     def after_divergence(self) -> str:
         """Set aside the checkpoints whose weights gave no finite loss, and return a text for the error message."""

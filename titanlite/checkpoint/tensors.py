@@ -27,7 +27,7 @@ def slices_to_save(tensors: Mapping[str, Tensor]) -> Slices:
 
 
 def plain_shard(tensor: Tensor) -> Tensor:
-    """Return this rank's shard as a plain tensor that shares its memory. Subclasses, as of torchao, are unwrapped."""
+    """Return this rank's shard as a plain tensor that shares its memory. Subclasses such as torchao's are unwrapped."""
     if type(local := local_shard(tensor).detach()) is Tensor:
         return local
     inner = [getattr(local, name) for name in local.__tensor_flatten__()[0]]
