@@ -50,7 +50,7 @@ class CacheBuilder:
         self.lock = FolderLock(self.folder, "build.lock", self.option, advice, lost=lambda message: None)
 
     def build(self) -> None:
-        """Wait until no other run builds this cache, then build what is missing. Raises ConfigError if unwritable."""
+        """Wait until no other run builds the cache, then build what is missing. Raises ConfigError if writing fails."""
         process.at_exit.append(self._stop)
         try:
             for folder in (*reversed(self.folder.parents), self.folder):

@@ -97,7 +97,7 @@ def files_of(source: Source) -> list[Path]:
 
 
 def _left_out(source: Source, files: dict[str, Path], *, is_folder: bool) -> dict[str, str]:
-    """Return why files of a folder or glob are left out, by their paths, relative to the folder of all files."""
+    """Return why files of a folder or glob are left out: a reason for each path, relative to the common folder."""
     suffixes, reasons, first = SUFFIXES[source.training.dataset], dict[str, str](), dict[str, str]()
     for name, file in files.items():
         unpacked = name if source.training.dataset == "parquet" else COMPRESSED.sub("", name)
@@ -157,7 +157,7 @@ def read_rows(training: Training, segment: Segment, columns: Sequence[str]) -> I
 
 
 def place(training: Training, file: str, begin: int) -> str:
-    """Return text that names a row in a message: the file, if any, and the row's or line's number, counted from 1."""
+    """Return a text that names a row in a message: the file, if any, and the number of the row or line, from 1."""
     if not file:
         return f"row {begin + 1:,}"
     if (rows := _rows_are(training, Path(file))) == "document":

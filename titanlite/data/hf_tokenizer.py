@@ -35,7 +35,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def load(path: Path) -> Any:
-    """Return transformers' tokenizer of a folder or tokenizer.json. Neither run the folder's code nor download."""
+    """Return transformers' tokenizer of a folder or tokenizer.json, without running its code or downloading files."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # imported here, since only a worker needs it
 
     restart_time_limit()

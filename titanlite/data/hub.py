@@ -50,7 +50,7 @@ def load(source: Source, *, streaming: bool) -> Any:
         path, name = "allenai/c4", "en"
     try:
         dataset = datasets.load_dataset(path=path, name=name, split=split, streaming=streaming)
-        names = dataset.column_names or list(next(iter(dataset)))  # some formats tell their columns only with a row
+        names = dataset.column_names or list(next(iter(dataset)))  # some formats tell columns only once a row is read
     except StopIteration:
         raise ConfigError([f"{source}: has no documents"]) from None
     except Exception as error:  # the hub, file systems and formats raise errors of many types

@@ -29,7 +29,7 @@ class Batch(NamedTuple):
     positions: Tensor
     """Position of each token in its sequence or, with a document mask, in its document."""
     document_positions: Tensor | None = None
-    """With a document mask: position in its document of each token in attention, [B, T / ring ranks], on the host."""
+    """With a document mask: positions in documents of the tokens in SequenceShard.ring, [B, T / ring ranks], on CPU."""
 
     def inputs(self) -> dict[str, Any]:
         """Return the arguments that every pipeline stage takes; only the first stage also takes the tokens."""
@@ -70,7 +70,7 @@ def collate(sequences: Iterable[Sequence], shard: SequenceShard, *, document_mas
 
 
 def count(sequences: Iterable[Sequence]) -> np.ndarray:
-    """Return int64 [4]: numbers of targets, masked targets, padding targets, and sequences cut off in a document."""
+    """Return int64 [4]: number of targets, masked targets, padding targets, sequences that end within a document."""
     targets = np.stack([sequence.targets for sequence in sequences])
     masks = targets == IGNORED, targets == PADDING, targets[:, -1] >= 0
     return np.array([targets.size, *map(np.sum, masks)])

@@ -1,5 +1,5 @@
-"""Sequence packing: documents are joined end to end, and split into packed sequences of T tokens. Packed sequence i has
-the tokens i T to i T + T of this flat array, so the next sequence's index is the position of a run in its data."""
+"""Sequence packing: documents are joined end to end into an array of tokens, which is split into packed sequences of
+length T. Sequence i has the tokens i T to i T + T, so a run's position in its data is the next sequence's index."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol

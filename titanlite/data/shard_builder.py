@@ -48,7 +48,7 @@ def spelled(tokenizer: Tokenizer, texts: list[str]) -> set[str]:
 
 def is_validation_document(shard: int, document: int, fraction: float) -> bool:
     """Return whether a shard's document, counted from 0, is in the validation split: an evenly spaced `fraction`, the
-    same for any seed and layout. Its phase differs between shards, so that small shards have `fraction` on average."""
+    same for any seed and layout. The spacing's phase differs between shards, so small shards average to `fraction`."""
     phase = shard * 0.6180339887498949 % 1  # multiples of the golden ratio spread evenly
     return int(phase + (document + 1) * fraction) > int(phase + document * fraction)
 
