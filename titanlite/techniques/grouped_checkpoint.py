@@ -1,7 +1,7 @@
 """Activation checkpointing over groups of blocks: only a group's first block saves its inputs, in O(sqrt(L)) memory for
 L layers (arXiv:1604.06174, section 4.2; Megatron-LM's uniform method). A group's backward first recomputes the group;
-in doing so, each block saves what `mode` determines. "none": all its activations. "full": its inputs, from which the
-block is recomputed once more; this takes the least memory and the most time."""
+in doing so, each block saves what activation_checkpoint.mode determines. "none": all its activations. "full": its
+inputs, from which the block is recomputed once more; this takes the least memory and the most time."""
 
 import functools
 import itertools

@@ -32,8 +32,8 @@ class Adapters(nn.Module):
     module and modules are sharded in order, so its `shard_weights` (parallel/own_rules.py) runs after W is sharded."""
 
     def __init__(self, stage: Llama, lora: Lora, model: Callable[[], Llama]):
-        """Check lora.targets, and add adapters to `stage`. `model()` returns the full model. Raises ConfigError for a
-        target that no layer has or that is not linear, and for a stage without a target."""
+        """Check lora.targets; `shard_weights` will add adapters to `stage`. `model()` returns the full model. Raises
+        ConfigError for a target that no layer has or that is not linear, and for a stage without a target."""
         super().__init__()
         names = _targets(stage, lora)
         self.lora, self.full_model, self.names = lora, model, sorted(set().union(*names.values()))
@@ -96,8 +96,8 @@ def _is_target(target: str, name: str, layer: nn.Module | nn.Parameter) -> bool:
 
 
 def _targets(model: Llama, lora: Lora) -> dict[str, list[str]]:
-    """Return the names of the modules that match each target. Raises ConfigError if a module is not an nn.Linear, is a
-    linear layer of a mixture but no routed expert, or is narrower than lora.rank."""
+    """Return the names of the modules that match each target. Raises ConfigError if such a module is not an nn.Linear,
+    is a linear layer of a mixture but no routed expert, or is narrower than lora.rank."""
     mixtures = tuple(f"{name}." for name, module in _layers(model) if isinstance(module, RunsUncompiled))
     names: dict[str, list[str]] = {target: [] for target in lora.targets}
     for name, module in _layers(model):

@@ -25,7 +25,7 @@ SMALLEST_FLOAT8 = 2**-9 / LARGEST_FLOAT8
 
 
 def store(state: Tensor, values: Tensor, takes: Tensor, *, is_square: bool = False) -> None:
-    """If the step is taken (`takes`), write `values` to an optimizer state, by blocks if the state is quantized.
+    """If the step is taken (`takes`), write `values` to an optimizer state, which may be quantized by blocks.
 
     The scale of a block is the block's value of largest magnitude, with its sign, because torchao's tables of values
     contain 1 but not -1. (torchao's own scale is the magnitude, at least 1e-12, which shrinks a block whose largest
@@ -57,7 +57,7 @@ class LowBitAdam(AdamW8bit):
 
     States in float8, int8 (arXiv:2110.02861) and int4 (arXiv:2309.01507) are quantized: the elements of a block share a
     scale. Instead, a state is in float32 if a rank's shard has fewer than 4096 elements (mostly norms), or a number of
-    elements that blocks do not divide. bfloat16 states with fewer than 4096 elements keep the type of their weight.
+    elements that is no multiple of a block. bfloat16 states with fewer than 4096 elements keep their weight's type.
 
     The states of weights in `full_precision`, such as embeddings, keep the weight's type: the exp_avg_sq of a rare
     token's row is too small to share a scale with the rest of its block (arXiv:2110.02861, section 2.3).

@@ -166,8 +166,8 @@ def to_int8(x_MK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _int8(left_MK: Tensor, right_NK: Tensor) -> Tensor:
-    """Return the INT8 product. Operands are padded with zeros: the private torch._int_mm needs M above 16 and K in
-    multiples of 8 on CUDA, and returns 0 for K = 1 on some CPUs (2.11). N, a converted weight's side, always fits."""
+    """Return the INT8 product. Operands are padded with zeros: on CUDA, the private torch._int_mm needs M > 16 and K in
+    multiples of 8; on some CPUs, it returns 0 for K = 1 (torch 2.11). N, a weight's side, is a multiple of 8."""
     (left, left_scales), (right, right_scales) = map(to_int8, (left_MK, right_NK))
     rows, columns = max(17 - len(left), 0), -left.shape[1] % 8
     if rows or columns:

@@ -129,7 +129,7 @@ class Muon(torch.optim.Optimizer):
 
     @functools.cached_property
     def _rounds(self) -> list[list[Assignment]]:
-        """Each round's assignments. Computed in the first step: a dry run, which takes no step, cannot communicate."""
+        """Each round's assignments, computed in the first step: a dry run takes no step, and cannot exchange slices."""
         keys = [(weight.shape, *(getattr(weight, name, None) for name in PLACEMENT)) for weight in self.matrices]
         weights = dict(zip(keys, self.matrices, strict=True))
         of_weights = {key: self._of_ranks(shard_slice(weight)) for key, weight in weights.items()}
@@ -276,7 +276,7 @@ def build_muon(
 
 
 def muon_of(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh | None) -> Muon:
-    """Build Muon, with QK-clip if qk_clip_threshold is set. `mesh` None: only this rank trains."""
+    """Build Muon, with QK-clip if qk_clip_threshold is set. If `mesh` is None, only this rank trains."""
     muon = build_muon(model.named_parameters(), optimizer, group := stage_group(mesh) if mesh else None)
     if optimizer.qk_clip_threshold:
         from titanlite.techniques.qk_clip import QkClip

@@ -28,7 +28,7 @@ ESCAPE, BEGIN, END = "\ufdd0", "\ufdd1", "\ufdd2"
 FIRST = 0xF0000
 """Private-use character: after ESCAPE, FIRST + i stands for text i of `ChatTemplate.escaped`."""
 LARGEST_CONVERSATION = 1000
-"""Maximum messages of a conversation if a template lacks {% generation %}, since it then runs once for each answer."""
+"""Maximum number of messages if the template lacks {% generation %}, since the template then runs for each answer."""
 THOUGHT = "</think>"
 """The text that ends the reasoning in a message. Some templates leave the reasoning out."""
 TAGS = {
@@ -205,7 +205,7 @@ class ChatTemplate:
             through = text if index == len(messages) - 1 else self._render(messages[: index + 1], tools)
             before = self._before(messages[: index + 1], tools, through)
             if not through.startswith(before) and THOUGHT in str(message.get("content")):
-                # The template drops the reasoning, found by THOUGHT, which the prompt asks for: escape THOUGHT.
+                # The prompt asks for the reasoning, which the template finds by THOUGHT and drops: escape THOUGHT.
                 thought = message["content"].replace(THOUGHT, ESCAPE + chr(FIRST + self._numbers[THOUGHT]))
                 through = self._render([*messages[:index], {**message, "content": thought}], tools)
             if not through.startswith(before):

@@ -40,7 +40,7 @@ def integer_shares(options: list[MixedDataset], sizes: list[int]) -> list[int]:
 
 
 def largest_count(options: MixedDataset, n_sequences: int, seq_len: int) -> int | None:
-    """Return a dataset's limit in sequences: the lower of its epochs, rounded down, and tokens, rounded up, if any."""
+    """Return a dataset's limit in sequences, from its epochs (rounded down) and tokens (rounded up); None: no limit."""
     limits = []
     if options.epochs != -1:
         limits.append(int(Fraction(repr(options.epochs)) * n_sequences))  # repr makes 0.29 exactly 29/100
@@ -189,7 +189,7 @@ class MixedSequences:
         return values
 
     def expected_counts(self, n: int) -> list[float]:
-        """Return each dataset's approximate number of the first n sequences; the datasets' limits must allow n."""
+        """Return about how many of the first n sequences come from each dataset; the datasets' limits must allow n."""
         counts, left = [0.0] * len(self.components), float(n)
         while left and (active := {i: self.components[i] for i in self._active(counts)}):
             total = sum(each.share for each in active.values())
@@ -218,7 +218,7 @@ class MixedSequences:
     def _walk_through(self, block: MixtureBlock) -> tuple[list[tuple[int, int]], MixtureBlock]:
         """Return (dataset, index in the dataset's order) for each sequence of a block, and the next block."""
         chosen, counts, phase = [], list(block.counts), block.phase
-        end = MIXTURE_BLOCK  # number of sequences to shuffle: those before the end of the last dataset to be used up
+        end = MIXTURE_BLOCK  # number of sequences to shuffle: fewer only if all datasets are used up in this block
         while len(chosen) < MIXTURE_BLOCK:
             chosen += self._choose(counts, phase, MIXTURE_BLOCK - len(chosen))
             if counts[chosen[-1]] == self.components[chosen[-1]].limit:  # the chosen dataset is used up
@@ -234,10 +234,10 @@ class MixedSequences:
         return order, after
 
     def _choose(self, counts: list[int], phase: tuple[int, ...], n: int) -> list[int]:
-        """Return the datasets of the next n sequences (fewer if a dataset is used up), and add them to `counts`. Of the
-        first m sequences of a phase, a dataset with share w has m w / W, rounded up or down, where W is the sum of the
-        shares, if its sequence k (from 0) has an index from floor(k W / w) to its deadline, ceil((k + 1) W / w) - 1, in
-        the phase. The schedule "earliest deadline first" meets all deadlines, because the shares add up to W."""
+        """Return the datasets of the next n sequences (fewer if a dataset is used up), and add them to `counts`. Let W
+        be the sum of the shares. A dataset with share w has m w / W of a phase's first m sequences, rounded up or down,
+        if the index in the phase of its sequence k (from 0) is between floor(k W / w) and its deadline,
+        ceil((k + 1) W / w) - 1. "Earliest deadline first" meets all deadlines, because the shares add up to W."""
         active = self._active(counts) or range(len(counts))
         shares = {i: self.components[i].share for i in active}
         total = sum(shares.values())

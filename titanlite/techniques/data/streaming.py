@@ -142,7 +142,7 @@ class StreamingSequences:
 
     def _in_order(self, shard: int, start: ShardState) -> Iterator[tuple[np.ndarray, ShardState]]:
         """Yield the sequences of a shard, unshuffled. Consecutive sequences of T + 1 tokens share one token."""
-        pending: deque[list[Any]] = deque()  # [position before a document, its tokens, number of used ones]
+        pending: deque[list[Any]] = deque()  # [position before a document, its tokens, number of used tokens]
         documents = self._documents(shard, start)
         length = self.seq_len + 1
         while True:
@@ -161,7 +161,7 @@ class StreamingSequences:
             yield sequence, {"position": position, "used": used}
 
     def _documents(self, shard: int, start: ShardState) -> Iterator[tuple[Any, np.ndarray, int]]:
-        """Yield a shard's documents, repeated endlessly: position, tokens, and how many of the tokens are used."""
+        """Yield a shard's documents, repeated endlessly: position, tokens, and the number of used tokens."""
         dtype = dtype_for(self.tokenizer.vocab_size)
         position, used = start["position"], start["used"]
         texts = self._texts_of_files if self.source.is_files else self._texts_of_hub

@@ -44,7 +44,7 @@ class Description(Record):
     counts: Annotated[dict[Name, Number], Field(max_length=40)]
     """Factors by which a wrong layout could scale gradients: degrees of parallelism, and numbers of tokens."""
     sequences: list[Annotated[int, Field(ge=-(2**53), le=2**53)]] = Field(default_factory=list, max_length=N_PRODUCTS)
-    """A hash of all (position, token, target) of the global batch in any order of sequences; an empty list: unknown."""
+    """A hash of all (position, token, target) in the global batch, whatever the order of sequences; empty: unknown."""
 
 
 def write(folder: Path, description: Description, fingerprints: Mapping[str, Tensor]) -> None:

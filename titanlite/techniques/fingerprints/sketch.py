@@ -19,7 +19,7 @@ N_PRODUCTS = 16
 """Inner products per fingerprint. With 16, a distance is estimated with a relative standard deviation of 0.18."""
 SIZE = 1 + N_PRODUCTS  # numbers per fingerprint: one squared norm, and the inner products
 CHUNK_ELEMENTS = {"cpu": 2**16, "cuda": 2**24}
-"""Number of elements whose signs are in memory at a time, by device. The number for a CPU fits into its cache."""
+"""Number of elements whose signs are in memory at a time, by device. On a CPU, these signs fit into the cache."""
 GOLDEN = -7046029254386353131
 """2**64 / golden ratio, as an int64. Its multiples are spread evenly (Knuth, volume 3, section 6.4)."""
 FACTORS = -4658895280553007687, -7723592293110705685

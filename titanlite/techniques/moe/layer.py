@@ -113,7 +113,7 @@ def _grouped_product(x_MD: Tensor, weights: list[Tensor], counts_E: Tensor) -> C
 
 
 class _Spread(torch.autograd.Function):
-    """Copies each token to its experts' rows. Unlike the backward of indexing on CUDA, this one has a fixed order."""
+    """Copies each token to its experts' rows. Unlike indexing's backward on CUDA, this one sums in a fixed order."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, order_M: Tensor, row_M: Tensor, operators: Operators) -> Tensor:

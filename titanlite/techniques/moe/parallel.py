@@ -173,7 +173,7 @@ def _send(
     w1: Tensor, _: Tensor, w3: Tensor, *biases: Tensor,
 ) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
     """Send rows and scores to the ranks of their experts, and multiply the rows there by w1 and w3 while later rows are
-    in flight. Return received scores and, by expert, received rows and their outputs of w1 and of w3, with biases."""
+    in flight. Return received scores and, by expert, received rows and their products with w1 and w3 plus biases."""
     sent_scores = _start(scores_M[by_rank_M], exchange.received_R, exchange.sent_R, exchange.group)
     arriving = exchange.send_rows(x_MD)
     scores, gates, ups = _wait(sent_scores)[by_expert], [], []
@@ -253,8 +253,8 @@ def _unsorted(x_M: Tensor, order_M: Tensor) -> Tensor:
 
 
 def _start(x: Tensor, received: list[int] | None, sent: list[int] | None, group: dist.ProcessGroup) -> Tensor:
-    """Start to send `sent[r]` rows to each rank r and to receive `received[r]`; None: equal numbers. Uses the private
-    torch.ops._c10d_functional, whose results selective AC can save (tested with torch 2.11 to 2.15)."""
+    """Start to send `sent[r]` rows to each rank r and to receive `received[r]`; None: the same number for each rank.
+    Uses the private torch.ops._c10d_functional: selective AC can save its results (tested with torch 2.11 to 2.15)."""
     sizes = [len(x) // group.size()] * group.size()
     return torch.ops._c10d_functional.all_to_all_single(x, received or sizes, sent or sizes, group.group_name)
 

@@ -200,7 +200,7 @@ class Replicas(OneGroup):
     def count(self, valid: Tensor) -> None:
         """Sum a step's number of tokens over the participants, in place, and compare the groups' configs and weights.
         Does nothing unless this group takes a step. Raises ConfigError if this group is new and does not fit the rest,
-        and TrainingError if no group is new and its weights differ from those of a group with a smaller replica_id."""
+        TrainingError if no group is new and this group's weights differ from those of a group of smaller replica_id."""
         if self._group_state is not GroupState.PARTICIPANT:
             return
         state, quorum = 0, self.manager._quorum_id
@@ -239,7 +239,7 @@ class Replicas(OneGroup):
         self, loss_sum: Tensor, valid: Tensor, parameters: Iterable[nn.Parameter], signals: Signals, *counts: float
     ) -> Totals | None:
         """Sum a step's results over this group's ranks and the participants; return None if a sum failed. Print the
-        participants if they changed. The result has the mean of the groups' gradient norms: they differ by rounding."""
+        participants if they changed. The gradient norm is the mean over groups, whose norms differ only by rounding."""
         members = list(parameters)
         self._sum_shards([local_shard(parameter.grad) for parameter in members if parameter.grad is not None])
         norm = gradient_norm(members, self.device)
