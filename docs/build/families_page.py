@@ -145,12 +145,12 @@ def page() -> str:
 
 TEXT = """# Model families
 
-One model file implements every family, as options of `[model]`. No family has code of its own in
-the training loop, in a parallelism or in a checkpoint, so each family can be trained under every
-layout. `python -m docs.build.families_page` writes this page from the tables of the package and of
-the tests.
+One model file implements all families: each is a set of options of `[model]`. The training loop,
+the parallelism and the checkpoints have no code for a single family, so each family can be trained
+under every layout. `python -m docs.build.families_page` writes this page from tables in the package
+and in the tests.
 
-To train from initial weights, set `model.flavor` to a flavor of the table. To start from released
+To train from initial weights, set `model.flavor` to a flavor in the table. To start from released
 weights, set `model.flavor = "from_hf"` and name the model's folder
 ([Hugging Face](hugging_face.md)).
 
@@ -158,27 +158,27 @@ weights, set `model.flavor = "from_hf"` and name the model's folder
 
 {families}
 
-The column "layouts" counts the layouts under which tests compare a model that has the family's
-options with one process in float64 (tests/test_families_by_options.py). These tests compare losses,
-gradient norms, every gradient and every weight of three steps. The layouts of these tests are FSDP
-and tensor parallel, a ring with documents, tensor x pipeline x context parallel, ring x Ulysses, a
+The column "layouts" counts the layouts under which tests compare a model with the family's
+options with a single process in float64 (tests/test_families_by_options.py). They compare the
+losses, gradient norms, every gradient and every weight of three steps. The layouts are FSDP with
+tensor parallel, a ring with documents, tensor x pipeline x context parallel, ring x Ulysses, a
 zero-bubble schedule and, for families with experts, expert parallel. For families marked "by
-option", the linked page has a table of options and of the layouts that each is tested under.
+option", the linked page says which layouts each option is tested under.
 
 Tests of each family, with random weights, biases other than zero and norms other than one, show:
 
-- in float64 the logits and every gradient equal transformers' to 1e-12. transformers computes
-  norms, rotary tables and softmax in float32 whatever the type of the weights; the tests make
-  transformers compute them in float64. In float32 the tests change nothing in transformers, and
-  logits and gradients are equal to rounding;
-- a folder that transformers has written is loaded and exported again: every tensor is the same bit
-  for bit, and transformers computes the same logits from the exported folder;
-- texts that titanlite generates greedily are those of transformers, token for token.
+- In float64 the logits and every gradient equal those of transformers to 1e-12. transformers always
+  computes norms, rotary tables and softmax in float32, so these tests make it compute them in
+  float64. In float32 the tests change nothing in transformers, and logits and gradients are equal
+  to rounding.
+- If a folder that transformers has written is loaded and exported again, every tensor is the same
+  bit for bit, and transformers computes the same logits from the exported folder.
+- titanlite and transformers generate the same texts greedily, token for token.
 
 ## Options of layers
 
-`model.layer_pattern` has a TOML table for each kind of layer, in the order of the layers. The
-pattern repeats over the layers, and its last repetition may end early. Olmo 3 has windows in three
+`model.layer_pattern` is a list of TOML tables, each for `count` consecutive layers of one kind. The
+list repeats over the layers, and its last repetition may end early. Olmo 3 has windows in three
 of four layers:
 
 ```toml title="olmo3.toml"
@@ -193,41 +193,40 @@ sliding_window = 4096
 [[model.layer_pattern]]
 ```
 
-A kind of layer sets `sliding_window`, `rope_theta`, `rope_scaling_factor`, `partial_rotary_factor`
-(0: no rotary embedding) or `experts = false` (dense in a model with experts). Options that a kind
-of layer does not set are those of `[model]`.
+A table can set `sliding_window`, `rope_theta`, `rope_scaling_factor`, `partial_rotary_factor` (0:
+no rotary embedding) or `experts = false` (a dense layer in a model with experts). Options that a
+table does not set have the value in `[model]`.
 
 ## What is not supported
 
-- Ministral 3 beyond its original length, where transformers multiplies queries by a factor: a
-  `training.seq_len` above the original length is rejected.
-- LongRoPE factors chosen by the length of each text, as in transformers: titanlite takes the long
-  factors for all sequences of a run if `training.seq_len` is above the original length, otherwise
-  the short ones.
-- Dropout. titanlite ignores the dropout in config.json of StarCoder2 and GPT-2, which changes only
-  training, and rejects dropout in other families.
-- Another epsilon than 1e-6 for the norms of DeepSeek's latents (`model.mla.norm_eps`), whatever
-  `rms_norm_eps` in config.json says. `norm_topk_prob` of DeepSeek-V2 is rejected: transformers
-  ignores it, and DeepSeek's own code does not.
-- gpt-oss is exported in bfloat16 or float32, not in MXFP4.
+- Ministral 3 with sequences above its original length, for which transformers multiplies queries
+  by a factor. titanlite rejects such a `training.seq_len`.
+- LongRoPE factors that are chosen for each text by its length, as in transformers. titanlite uses
+  the long factors for all sequences of a run if `training.seq_len` is above the original length,
+  and otherwise the short factors.
+- Dropout. titanlite ignores it in the config.json of StarCoder2 and GPT-2, where it changes only
+  training, and rejects it in other families.
+- An epsilon other than 1e-6 for the norms of DeepSeek's latents (`model.mla.norm_eps`), whatever
+  `rms_norm_eps` in config.json says; and `norm_topk_prob` of DeepSeek-V2, which transformers
+  ignores and DeepSeek's code does not.
+- The export of gpt-oss in MXFP4; it is exported in bfloat16 or float32.
 - Capped attention scores (Gemma 2), with which attention could not be one fused kernel.
-- Encoders of images. Gemma 3 from 4B on and Ministral 3 are released with an image encoder, so the
-  released folders are rejected; flavors of these sizes train from initial weights.
+- Image encoders. Gemma 3 from 4B on and Ministral 3 are released with an image encoder, so their
+  released folders are rejected, but flavors of these sizes can train from initial weights.
 
 ## Every other key, and every other model type
 
 There must be no silent difference: a config.json that titanlite accepts must mean the same in
-transformers. A sweep over the {n_types} types of causal language models of transformers {version}
-checks this rule of equal meaning ([log](../benchmarks/logs/model_types.log),
-tests/hf/test_model_types.py). For each supported type the sweep changes every key of config.json,
-one at a time, and adds keys of other types. From each changed file, transformers builds and saves a
-model with random weights, which titanlite loads: with {equal} of the files, titanlite and
-transformers computed the same; titanlite rejected {rejected} files; with {different} files the two computed
-different numbers. The last column of the table of families has the numbers of equal and of rejected
-files of each type.
+transformers. A sweep over the {n_types} types of causal language models in transformers {version}
+checks this rule ([log](../benchmarks/logs/model_types.log), tests/hf/test_model_types.py). For each
+supported type the sweep changes every key of config.json, one at a time, and adds keys of other
+types. From each changed file, transformers builds and saves a model with random weights, which
+titanlite loads. With {equal} of the files, titanlite and transformers computed the same. titanlite
+rejected {rejected} files. With {different} files the two programs computed different numbers. The
+last column of the table of families has the numbers of equal and of rejected files of each type.
 
-{n_others} other model types of transformers are rejected by one line. If a key of config.json says
-so, the line names what the type has and titanlite lacks:
+{n_others} other model types of transformers are rejected with an error message. If a key of config.json
+shows what the type has and titanlite lacks, the message names it:
 
 {others}
 """

@@ -1,17 +1,14 @@
 """What the tables of guide_tables.py are computed of: speeds with their range, efficiencies, bytes, published runs."""
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 
 from docs.build import guide_plans as plans
-from docs.build.guide_plans import ROOT, Record
+from docs.build.guide_plans import Record
 from docs.build.page_tables import table_lines
-from titanlite.config.loader import read_toml
+from docs.build.published_page import compared_runs
 from titanlite.tools.plan.result import range_of
 
-PUBLISHED = ROOT / "benchmarks" / "planner" / "published_runs.toml"
-PUBLISHED_LOG = ROOT / "benchmarks" / "logs" / "plan_accuracy_speeds.jsonl"
 GIB = 2**30
 Records = Mapping[str, Record]
 Row = list[str]
@@ -85,10 +82,7 @@ def relative_speed(record: Record, base: Record) -> str:
 
 def published() -> dict[str, Record]:
     """Return the published runs with the speeds of their plans, by name."""
-    runs = {run["name"]: run for run in read_toml(str(PUBLISHED))["run"]}
-    plans = map(json.loads, PUBLISHED_LOG.read_text().splitlines())
-    own = [each for each in plans if each["file"] == PUBLISHED.name]
-    return {each["name"]: each | {"tokens/s": each["pub"]} | runs[each["name"]] for each in own}
+    return {each.run["name"]: each.run | each.planned for each in compared_runs("published_runs.toml")}
 
 
 PAIRS = {

@@ -1,22 +1,34 @@
-"""Write what plans of mixtures of experts are beside published runs into benchmarks/NOTEBOOK.md.
+"""Write plans beside published runs into benchmarks/NOTEBOOK.md: all runs by program, and mixtures of experts by run.
 
-    python -m docs.build.published_page            (seconds: the plans are those of logs/plan_accuracy_mixtures.log)
+    python -m docs.build.published_page            (seconds: the plans are those of three logs)
 
-`python -m benchmarks.planner.plan_accuracy mixtures` makes the log. tests/tools/plan/test_published_page.py fails until
-the page is what this script writes.
+`python -m benchmarks.planner.plan_accuracy published mixtures 2026` makes the logs, one of each table.
+tests/tools/plan/test_published_page.py fails until the page is what this script writes.
 """
 
 import json
+import math
 import re
 import statistics
+import textwrap
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from benchmarks.python_path import ROOT
 from docs.build.page_tables import table_lines, with_table
 from titanlite.config.loader import read_toml
 
-LOG = ROOT / "benchmarks" / "logs" / "plan_accuracy_mixtures.log"
-RUNS = ROOT / "benchmarks" / "planner" / "published_moe_runs.toml"
+LOGS = {
+    "published_runs.toml": "plan_accuracy_published.log",
+    "published_moe_runs.toml": "plan_accuracy_mixtures.log",
+    "published_runs_2026.toml": "plan_accuracy_2026.log",
+}
+PROGRAMS = (
+    *("torchtitan", "KempnerForge", "NeMo/Megatron", "Megatron-LM", "Megatron-Bridge", "fms-fsdp", "prime-rl"),
+    *("NeMo AutoModel", "MaxText", "LitGPT", "Megatron-Core", "DeepSpeed", "PyTorch FSDP1", "custom PyTorch"),
+    *("nanotron", "PithTrain", "DeepSeek"),
+)
+SHARE, WIDTH = 0.85, 1.5  # the goal: this share of speeds in ranges whose highest speed is this multiple of the lowest
 NOTEBOOK = ROOT / "benchmarks" / "NOTEBOOK.md"
 
 
@@ -42,10 +54,63 @@ class Compared(NamedTuple):
         return f"{tokens_per_second / self.planned['tokens/s'] - 1:+.0%}"
 
 
-def compared_runs() -> list[Compared]:
-    """Return the runs in the order of the file, with their plans of the log."""
-    plans = {x["name"]: x for x in map(json.loads, re.findall(r'^\{"name".*$', LOG.read_text(), re.MULTILINE))}
-    return [Compared(run, plans[run["name"]]) for run in read_toml(str(RUNS))["run"]]
+def compared_runs(file: str = "published_moe_runs.toml") -> list[Compared]:
+    """Return the runs in the order of a file whose speed was published, with their plans of the log."""
+    text = (ROOT / "benchmarks" / "logs" / LOGS[file]).read_text()
+    plans = {x["name"]: x for x in map(json.loads, re.findall(r'^\{"name".*$', text, re.MULTILINE))}
+    runs = read_toml(str(ROOT / "benchmarks" / "planner" / file))["run"]
+    return [Compared(run, plans[run["name"]]) for run in runs if run["tokens_per_second"]]
+
+
+def all_compared_runs() -> list[Compared]:
+    """Return the runs of all files, with their plans."""
+    return [each for file in LOGS for each in compared_runs(file)]
+
+
+def width_for(logs: Iterable[float], share: float) -> float:
+    """Return the width (highest over lowest) of ranges around a ratio of 1 that contain a share of some log ratios."""
+    distances = sorted(map(abs, logs))
+    return math.exp(2 * distances[math.ceil(share * len(distances)) - 1])
+
+
+def median_error(logs: Iterable[float]) -> float:
+    """Return the median distance from 1 of ratios that are given as logarithms."""
+    return statistics.median(abs(math.expm1(log)) for log in logs)
+
+
+def text_by_program(all_runs: list[Compared]) -> str:
+    """Return the table of all runs by program, and how near plans would be that knew each program's own median."""
+    rows, own_median, other_median = [], [], []
+    for program in PROGRAMS:
+        runs = [each for each in all_runs if each.run["framework"].startswith(program)]
+        logs = [math.log1p(each.off) for each in runs]
+        middle = statistics.median(logs)
+        left = [log - middle for log in logs]
+        own_median += left
+        if len(logs) > 2:
+            other_median += [log - statistics.median(logs[:i] + logs[i + 1 :]) for i, log in enumerate(logs)]
+        errors = (f"{median_error(logs):.1%}", f"{math.expm1(middle):+.1%}", f"{median_error(left):.1%}")
+        rows.append([program, str(len(runs)), *errors, str(sum(each.in_range for each in runs))])
+    n_near = sum(width_for([log], 1) <= WIDTH for log in own_median)
+    said = [
+        f"All {len(all_runs)} runs: {summary(all_runs)}.",
+        f"Ranges of one width that contain {SHARE:.0%} would be"
+        f" {width_for([math.log1p(each.off) for each in all_runs], SHARE):.2f} wide.",
+        f"If each speed is divided by the median of planned / published of its program, the median error is"
+        f" {median_error(own_median):.1%}, and ranges of width {WIDTH} contain {n_near / len(own_median):.0%}.",
+        f"If it is divided by that of the program's other runs (two or more), which is no fit to the run itself,"
+        f" the median error is {median_error(other_median):.1%}, and ranges that contain {SHARE:.0%} would be"
+        f" {width_for(other_median, SHARE):.2f} wide.",
+    ]
+    head = (
+        "program",
+        "runs",
+        "median error",
+        "median of planned / published",
+        "error without it",
+        "in the plan's range",
+    )
+    return "\n".join([*textwrap.wrap(" ".join(said), 100), "", *table_lines(head, rows)])
 
 
 def table_of_groups(all_runs: list[Compared]) -> list[str]:
@@ -96,7 +161,8 @@ def text_of_the_notebook(all_runs: list[Compared]) -> str:
 
 def page(all_runs: list[Compared]) -> str:
     """Return the text of the notebook as it should be."""
-    return with_table(NOTEBOOK.read_text(), "mixtures", f"{text_of_the_notebook(all_runs)}\n")
+    text = with_table(NOTEBOOK.read_text(), "programs", f"{text_by_program(all_compared_runs())}\n")
+    return with_table(text, "mixtures", f"{text_of_the_notebook(all_runs)}\n")
 
 
 def main() -> None:

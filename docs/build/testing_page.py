@@ -8,12 +8,13 @@ what was not counted by a program (which versions were tried, what is not tested
 
 import json
 import re
-import statistics
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from docs.build import pages
+from docs.build.published_page import LOGS as LOGS_OF_PLANS
+from docs.build.published_page import all_compared_runs, summary
 from tests.parallel.test_layouts import world_size
 from verification.mutants import public_bugs
 from verification.mutants.table import MUTANTS
@@ -135,10 +136,8 @@ def wrong_configs() -> str:
 
 def published_runs() -> str:
     """Return how far the plan's speeds are from published ones."""
-    rows = [json.loads(line) for line in (LOGS / "plan_accuracy_speeds.jsonl").read_text().splitlines()]
-    errors = [abs(row["planned"] / row["pub"] - 1) for row in rows]
-    near = " and ".join(f"{sum(error < limit for error in errors)} within {limit:.0%}" for limit in (0.1, 0.25))
-    return f"speed of {len(errors)} runs, median error {statistics.median(errors):.1%}, {near}"
+    runs = all_compared_runs()
+    return f"speed of {len(runs)} runs: {summary(runs)}"
 
 
 def long_run() -> str:
@@ -226,9 +225,9 @@ def evidence(layouts: Layouts, noticed: int) -> list[Evidence]:
                  log("long_run_1000000.log")),
         Evidence("hostile and damaged inputs", f"{inputs} cases of {kinds} kinds", "every commit", "pytest",
                  "[list](reliability.md#hostile-and-damaged-input)"),
-        Evidence("published training runs beside the plan's estimate", published_runs(), "2026-11-27",
+        Evidence("published training runs beside the plan's estimate", published_runs(), "2026-11-28",
                  "python -m benchmarks.planner.plan_accuracy published mixtures 2026",
-                 log("plan_accuracy_speeds.jsonl")),
+                 " ".join(map(log, LOGS_OF_PLANS.values()))),
         Evidence("curves that others published", "nanoGPT's and torchtitan's (below); 100 steps of a third",
                  "2026-11-25",
                  "python -m benchmarks.others.published_curves nanogpt --text FILE",
