@@ -351,7 +351,7 @@ class Checkpointer(NoCheckpoints):
 
     @contextlib.contextmanager
     def _saves(self, step: int) -> Iterator[None]:
-        """Raise NotSavedError on every rank if the body raises OSError on some rank."""
+        """Raise NotSavedError on every rank if the `with` body raises OSError on any rank."""
         with collected_problems(self.group, OSError) as problems:
             yield
         if problems:

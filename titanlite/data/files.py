@@ -321,7 +321,7 @@ def _document(file: BinaryIO, segment: Segment) -> Iterator[tuple[int, int, byte
 
 
 def _lines(file: BinaryIO, segment: Segment) -> Iterator[tuple[int, int, bytes]]:
-    """Yield the begin and end, in bytes, of each line that begins in a segment, and the line with its line feed."""
+    """Yield the start and end, in bytes, of each line that begins in a segment, and the line with its line feed."""
     begin = segment.begin
     if begin:
         begin -= 1
@@ -339,7 +339,7 @@ def _lines(file: BinaryIO, segment: Segment) -> Iterator[tuple[int, int, bytes]]
 
 
 def _paragraphs(file: BinaryIO, segment: Segment) -> Iterator[tuple[int, int, bytes]]:
-    """Yield begin, end and content of each paragraph that begins in a segment. Empty lines separate paragraphs."""
+    """Yield the start, end and content of each paragraph that begins in a segment. Empty lines separate paragraphs."""
     first = max(segment.begin - 2, 0)  # begin 2 bytes early, to see whether an empty line ends just before the segment
     lines, after_empty = _lines(file, segment._replace(begin=first, end=END)), first == 0
     for is_empty, group in itertools.groupby(lines, key=lambda line: not line[2].rstrip(b"\r\n")):

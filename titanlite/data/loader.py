@@ -70,7 +70,7 @@ def collate(sequences: Iterable[Sequence], shard: SequenceShard, *, document_mas
 
 
 def count(sequences: Iterable[Sequence]) -> np.ndarray:
-    """Return int64 [4]: number of targets, masked targets, padding targets, sequences that end within a document."""
+    """Return int64 [4]: number of targets, of masked and padding ones, and of sequences that end within a document."""
     targets = np.stack([sequence.targets for sequence in sequences])
     masks = targets == IGNORED, targets == PADDING, targets[:, -1] >= 0
     return np.array([targets.size, *map(np.sum, masks)])

@@ -1,4 +1,4 @@
-"""A lock on a folder that only one process on all nodes can hold: a file that names the lock's holder. On the holder's
+"""A lock on a folder, which only one process on all nodes can hold. It is a file that names its holder. On the holder's
 own node, the process table tells whether the holder is alive. On other nodes, only a heartbeat tells: a counter in the
 lock file. A waiting process compares counters, not clocks, which differ between nodes."""
 

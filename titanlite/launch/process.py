@@ -132,7 +132,7 @@ def with_deadline(call: Callable[[], None], seconds: float = 2.0) -> None:
 
 signals = Signals()
 console = 2
-"""File descriptor of the user's console, the launcher's standard error, also in a rank whose lines are hidden."""
+"""File descriptor of the user's console (the launcher's standard error), even in a rank whose lines are hidden."""
 log = 2
 """File descriptor of this rank's log file; 2 if standard error is the log file, or if there is no log file."""
 

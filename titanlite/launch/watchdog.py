@@ -3,7 +3,7 @@
 Ranks write heartbeats to the launch's store, without collectives, which may hang. A rank is silent if its neighbour
 sees no new heartbeat during the timeout. A rank hangs if an activity of its main thread exceeds its longest time so far
 plus the timeout. The first rank that has or detects a failure records it in the store, where all other ranks read it
-within seconds. JSON keys below titanlite/ATTEMPT/: `end`, the failure; `rank/N`, the heartbeat of rank N."""
+within seconds. The keys in titanlite/ATTEMPT/ have JSON: `end`, the failure; `rank/N`, the heartbeat of rank N."""
 
 import contextlib
 import faulthandler

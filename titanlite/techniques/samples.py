@@ -1,5 +1,5 @@
 """Samples of a training run: after each validation, prompts are continued with the current weights. Each generated
-token takes a forward of full sequences, shaped as in validation, so no layout needs a KV cache."""
+token takes a forward pass over full sequences, shaped as in validation, so no layout needs a KV cache."""
 
 import torch
 from torch import nn

@@ -40,7 +40,7 @@ LongDocuments = Literal["split", "drop", "truncate", "reject"]
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """Return the bin of each item, int64. Every bin has the same capacity. The longest items are placed first, each
     into the fullest bin that still has room for the item. Items of one length are placed together: if a bin takes one
-    of them and has room for another, it is still the fullest such bin. So the time grows with the number of different
+    of them and has room for another, it is still the fullest with room. So the time grows with the number of different
     lengths, not with the number of items."""
     bins, n_bins = np.empty(len(lengths), np.int64), 0
     order = np.argsort(-lengths, kind="stable")
