@@ -66,7 +66,7 @@ class Job(Section):
 
 
 def identity_of(section: Section, later: Collection[str], exclude: set[str] = frozenset()) -> dict[str, Any]:
-    """Return a section as plain JSON. Keys in `later`, which older checkpoints lack, are left out at their default."""
+    """Return a section as plain JSON, without keys in `later` (which older checkpoints lack) that have the default."""
     values, fields = section.model_dump(exclude=exclude), type(section).model_fields
     return {key: value for key, value in values.items() if key not in later or value != fields[key].default}
 
@@ -86,8 +86,8 @@ class Moe(Section):
     router_bias: bool = False
     """Whether the router's logits have a bias, a trained weight (gpt-oss)."""
     swiglu_limit: NotNegative = 0.0
-    """Bound b in the experts' SwiGLU (gpt-oss, arXiv:2508.10925): the gate x is at most b, the other projection y in -b
-    to b, and the product x sigmoid(swiglu_alpha x) (y + 1); 0: silu(x) y without bounds."""
+    """Bound b in the experts' SwiGLU (gpt-oss, arXiv:2508.10925): the gate x is at most b, the other projection y is in
+    -b to b, and the product is x sigmoid(swiglu_alpha x) (y + 1); 0: silu(x) y without bounds."""
     swiglu_alpha: Positive = 1.702
     """Factor in the activation of experts with swiglu_limit."""
     n_shared_experts: CountOrZero = 0
@@ -112,7 +112,7 @@ class Moe(Section):
     """Balance the experts' load without a loss (arXiv:2408.15664): the router chooses by scores to which each expert's
     bias is added. The biases are saved in checkpoints."""
     balance_bias_rate: NotNegative = 0.001
-    """Amount that each optimizer step adds to the bias of experts below the mean load, and subtracts above it."""
+    """Amount by which each optimizer step raises the bias of experts below the mean load, and lowers it above."""
     balance_loss_weight: NotNegative = 0.0
     """Weight of the auxiliary loss of each layer with E experts: E times the sum over experts of an expert's share of
     the load (in the previous step) times its mean score (in this step), 1 if balanced (arXiv:2101.03961)."""
@@ -471,7 +471,7 @@ class Training(DatasetOptions):
     """A mixture of datasets, each in a table [[training.datasets]]. Weights, token budgets or sizes of the datasets
     determine a fixed order of sequences. After a dataset is used up, the mixture consists of the other datasets."""
     change_mixture_on_resume: bool = False
-    """Allow a resumed run to have another mixture than its checkpoint; each dataset continues where it stopped."""
+    """Allow a resumed run's mixture to differ from its checkpoint's; each dataset continues where it stopped."""
     streaming: bool = False
     """Read and tokenize documents during training instead of tokenizing the full dataset before it."""
     streaming_shards: Count = 64
@@ -535,7 +535,7 @@ class Training(DatasetOptions):
 class Optimizer(Section):
     name: Literal["AdamW", "Adam", "Muon"] = "AdamW"
     """AdamW decouples weight decay from the gradient; Adam adds it to the gradient; Muon orthogonalizes the momentum of
-    the layers' matrices, and updates all other weights as AdamW, at the same learning rate."""
+    the layers' matrices, and updates all other weights as AdamW does, at the same learning rate."""
     lr: Positive = 8e-4
     """Peak learning rate."""
     beta1: Fraction = 0.9
@@ -636,7 +636,7 @@ class Parallelism(Section):
     pipeline_parallel_first_stage_less_layers: CountOrZero = 0
     """Number of layers that the embedding counts as, when stages are balanced by layers."""
     pipeline_parallel_last_stage_less_layers: Union[Literal[-1], CountOrZero] = -1
-    """Number of layers that the output head counts as, when stages are balanced by layers; -1: by its operations."""
+    """Number of layers that the output head counts as, when stages are balanced by layers; -1: from its FLOPs."""
     module_fqns_per_model_part: list[list[str]] = Field(default=[])
     """Modules of each stage, in order (tok_embeddings, layers.0, ..., norm, output); empty: stages are balanced."""
     context_parallel_degree: Ranks = 1
@@ -780,7 +780,7 @@ class Validation(Section):
     freq: Count = 100
     """Steps between validations; the last step is always validated."""
     steps: Union[Literal[-1], Count] = 16
-    """Most global batches that a validation reads, each as large as a training step's; -1: the full split."""
+    """Maximum number of global batches that a validation reads, each of a training step's size; -1: the full split."""
     fraction: Fraction = 0.05
     """Fraction of documents in the validation split, if no split or path is set; training never reads them."""
     dataset_path: PathText = ""
@@ -790,7 +790,7 @@ class Validation(Section):
     generate_prompts: list[str] = Field(default=[])
     """Prompts that are continued greedily after each validation; the texts are logged, also in TensorBoard."""
     generate_tokens: Count = 32
-    """Most tokens that continue a prompt, until EOS. Each token costs a forward of local_batch_size sequences."""
+    """Maximum number of tokens after a prompt, until EOS. Each costs a forward of local_batch_size sequences."""
 
 
 class Profiling(Section):
@@ -813,7 +813,7 @@ class Comm(Section):
     train_timeout_seconds: Count = 100
     """After the first step: seconds without a sign of life or progress from a rank after which the run ends."""
     trace_buf_size: CountOrZero = 20_000
-    """Collectives that NCCL's flight recorder keeps and dumps after a timeout; 0 disables it."""
+    """Number of collectives that NCCL's flight recorder keeps and dumps after a timeout; 0 disables it."""
 
 
 class FaultTolerance(Section):
@@ -827,7 +827,7 @@ class FaultTolerance(Section):
     group_size: CountOrZero = 0
     """Number of groups that the global batch is divided among, whether they run or not."""
     min_replica_size: Count = 1
-    """Fewest participating groups that take a step. Fewer groups wait for more to join."""
+    """Minimum number of participating groups that take a step. Fewer groups wait for more to join."""
     process_group_timeout_ms: Count = 10_000
     """Milliseconds after which a collective between groups counts as failed; its step is then taken again."""
 
@@ -957,7 +957,7 @@ class Config(Section):
 
 
 def _with_value(section: Any, item: tuple[str, Any]) -> Any:
-    """Return a copy of a section with a new value of `key`, or of `key` in the subsection `name` (`name__key`)."""
+    """Return a copy of a section with the new value in `item`: (key, value), or (subsection__key, value)."""
     (name, _, key), value = item[0].partition("__"), item[1]
     value = _with_value(getattr(section, name), (key, value)) if key else value
     return section.model_copy(update={name: value})

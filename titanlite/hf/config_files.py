@@ -12,7 +12,7 @@ from titanlite.config.schema import Model, count_parameters
 
 
 def model_of(folder: Path) -> Model:
-    """Return the model of a folder's config.json. Raises ConfigError for a model that is unusable or too large."""
+    """Return the model that a folder's config.json describes. Raises ConfigError if it is unusable or too large."""
     file, weights = folder / "config.json", folder.glob("*.safetensors")
     sizes = [each.stat().st_size for each in weights if each.is_file()]
     model = load_values({"model": model_options(folder), "training": {"seq_len": 1}}, str(file), []).config.model
