@@ -156,7 +156,7 @@ class Block(nn.Module):
 
 
 class Output(nn.Linear):
-    """The output head computes logits or, given targets, the loss; `loss` need not keep all logits at a time."""
+    """The output head computes logits or, given targets, the loss. For the loss, only some logits exist at a time."""
 
     loss: Callable[[Tensor, Tensor, Tensor], Tensor]
     """Function (x_ND, weight, targets_N) -> scalar loss, which must be set before `forward` gets targets."""
@@ -203,7 +203,7 @@ class Llama(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """If embeddings are tied, let the output head use the embedding's weight. Call it again if one is replaced."""
+        """Let the output head use the embedding's weight if they are tied. Call this again if a weight is replaced."""
         if self.tied:
             self.output.weight = self.tok_embeddings.weight
 

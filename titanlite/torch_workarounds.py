@@ -72,9 +72,9 @@ class NothingToReduce:
 
 
 def gather_with(block: nn.Module, module: nn.Module) -> None:
-    """Have FSDP gather the weights of `module`, a part of `block`, before the block's forward. If FSDP gathered weights
-    inside the block, activation checkpointing would run FSDP's operators again, and the compiler would see them. Remove
-    this when fully_shard can do it. Uses the private handles of FSDP's two hooks (tested with 2.11 and 2.13)."""
+    """Have FSDP gather the weights of `module`, a part of `block`, before the block's forward. Inside the block,
+    activation checkpointing would repeat FSDP's operators, and the compiler would see them. Remove this function when
+    fully_shard has an option for it. Uses the private handles of FSDP's two hooks (tested with 2.11 and 2.13)."""
     state = module._get_fsdp_state()
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
@@ -84,8 +84,8 @@ def gather_with(block: nn.Module, module: nn.Module) -> None:
 
 def look_up(module: nn.Module, mesh: DeviceMesh, tokens_N: Tensor) -> Tensor:
     """Return the embeddings of this rank's shard of the sequence. Each rank looks up the tokens in its shard of the
-    vocabulary, and a reduce-scatter over the sequence sums the results. RowwiseParallel gives equal results, but its
-    backward allocates the full vocabulary's gradient on each rank (2.11 to 2.15). Remove this when torch fixes it."""
+    vocabulary, and a reduce-scatter over the sequence sums the results. RowwiseParallel is equivalent, but its backward
+    allocates the full vocabulary's gradient on each rank (2.11 to 2.15). Remove this function when torch fixes it."""
     weight_VD = module.weight.to_local()
     local_N = tokens_N - mesh.get_local_rank() * len(weight_VD)  # row of each token in this rank's shard
     is_local_N = (local_N >= 0) & (local_N < len(weight_VD))
@@ -94,8 +94,8 @@ def look_up(module: nn.Module, mesh: DeviceMesh, tokens_N: Tensor) -> Tensor:
 
 
 def ignore_warnings_of_views() -> None:
-    """Hide fully_shard's warnings about modules whose output is a view (2.11 to 2.15). An in-place operation on it
-    would lose FSDP's hook, but this model has none. Remove this when torch warns only of in-place operations."""
+    """Hide fully_shard's warnings about modules whose output is a view (2.11 to 2.15). In-place operations would lose
+    FSDP's hook, but this model has none. Remove this function when torch warns only of in-place operations."""
     warnings.filterwarnings("ignore", message=".* returned a view tensor", category=UserWarning)
 
 

@@ -162,7 +162,7 @@ class TrainStep:
     parallelism: Parallelism
     device: torch.device
     contributes_loss: bool
-    """Whether sums include this rank's tokens and losses: true for one of the ranks that have the same tokens."""
+    """Whether sums include this rank's tokens and losses: true for only one of the ranks that have the same tokens."""
     max_norm: float
     """The global gradient norm to which gradients are clipped."""
     balance: Balance | None = None

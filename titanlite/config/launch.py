@@ -111,7 +111,7 @@ def check(loaded: LoadedConfig[Config], launch: Launch) -> Config:
 
 
 def _shard_degree(config: Config, world_size: int, reject: Rejections) -> int:
-    """Return the degree of FSDP; the one that fits replaces -1. Reject degrees whose product is not the world size."""
+    """Return the degree of FSDP, with -1 resolved. Reject degrees whose product is not the world size."""
     shard, product = config.parallelism.data_parallel_shard_degree, config.parallelism.ranks_per_shard
     names = {PIPELINE: "pipeline", REPLICATE: "replicate", CONTEXT: "context", TENSOR: "tensor"}
     degrees = {key: f"{name} {value_of(config, key)}" for key, name in names.items() if value_of(config, key) > 1}

@@ -47,7 +47,7 @@ class Section(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True)
     alternatives: ClassVar[dict[str, tuple[str, ...]]] = {}
-    """For each option by `section.key`, the options in a file that it replaces if set on the command line."""
+    """For each option (`section.key`), the options in a file that it replaces if it is set on the command line."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -272,7 +272,7 @@ def _override(kind: type[Section], arguments: list[str], values: dict[str, Any],
 
 
 def _parse(text: str, option: Any) -> Any:
-    """Parse an argument as TOML. Return its text if it is not TOML, or not a string although the option is."""
+    """Parse an argument as TOML. Return the text itself if this fails, or gives no string for a string option."""
     with contextlib.suppress(ValueError, RecursionError):
         parsed = parse_toml(f"value = {text}")
         value = parsed["value"]
@@ -313,7 +313,7 @@ def _is_set(values: Any, place: Place) -> bool:
 
 
 def _place(kind: type[Section], loc: Place) -> tuple[Place, type[Section], Any]:
-    """Return the path to the option of a pydantic error's location (without appended list items and union branches),
+    """Return the path to the option at a pydantic error's location (without appended list items and union branches),
     the section that contains the option, and the option's field (None for an unknown key)."""
     inner: type[Section] | None = kind
     for number, name in enumerate(loc):

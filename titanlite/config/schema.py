@@ -505,7 +505,7 @@ class Training(DatasetOptions):
     max_norm: Positive = 1.0
     """Gradient clipping: gradients with a larger global norm are scaled down to this norm."""
     nonfinite_steps_allowed: CountOrZero = 0
-    """Steps that the run may skip because the loss or gradient norm is not finite; the next such step stops it."""
+    """Steps that the run may skip because the loss or gradient norm is not finite; the next such step ends the run."""
     skip_outlier_sigma: NotNegative = 0.0
     """Skip steps whose gradient norm exceeds the recent mean by this many standard deviations; 0: skip none."""
     outlier_window: Annotated[int, Field(ge=4, le=MOST_ITEMS)] = 128
@@ -601,7 +601,7 @@ class Parallelism(Section):
     """The world size is the product of the degrees, from the outermost: pp x dp_replicate x dp_shard x cp x tp."""
 
     data_parallel_replicate_degree: Ranks = 1
-    """Replicas of the sharded model. Above 1 with a shard degree above 1: hybrid sharding (HSDP)."""
+    """Number of replicas of the sharded model. Above 1 with a shard degree above 1: hybrid sharding (HSDP)."""
     data_parallel_shard_degree: Union[Literal[-1], Ranks] = -1
     """FSDP: a weight is sharded over this number x context-parallel ranks; -1: world size / other degrees."""
     fsdp_reshard_after_forward: Union[
@@ -614,23 +614,23 @@ class Parallelism(Section):
     """When gradients are reduced: in every gradient accumulation step (ZeRO-2, ZeRO-3: gradients are sharded), or in
     the last only (ZeRO-1, replicate: less communication, but gradients are unsharded)."""
     fsdp_forward_prefetch: CountOrZero = 0
-    """Blocks whose weights are gathered during an earlier block's forward; 0: FSDP's default, on CUDA one block."""
+    """Number of blocks whose weights are gathered during an earlier block's forward; 0: FSDP's default, 1 on CUDA."""
     fsdp_backward_prefetch: CountOrZero = 0
-    """Blocks whose weights are gathered during an earlier block's backward; 0: FSDP's default, one block."""
+    """Number of blocks whose weights are gathered during an earlier block's backward; 0: FSDP's default, one block."""
     tensor_parallel_degree: Ranks = 1
-    """Ranks that shard each layer's heads, channels and vocabulary, and, between the layers, the sequence."""
+    """Number of ranks that shard each layer's heads, channels and vocabulary, and the sequence between layers."""
     disable_loss_parallel: bool = False
     """Gather the logits of tensor-parallel ranks instead of computing the loss from shards of the vocabulary."""
     enable_async_tensor_parallel: bool = False
     """Overlap tensor parallelism's collectives with its matrix products. Needs CUDA and compile.enable."""
     pipeline_parallel_degree: Ranks = 1
-    """Ranks that the layers are partitioned over."""
+    """Number of ranks that the layers are partitioned over."""
     pipeline_parallel_schedule: Literal[get_args(Schedule)] = "1F1B"  # type: ignore[valid-type]
     """Order in which a pipeline's ranks run forwards and backwards of microbatches."""
     pipeline_parallel_microbatch_size: Count = 1
     """Number of sequences in a microbatch of a pipeline; it divides local_batch_size."""
     pipeline_parallel_stages_per_rank: Union[Literal[-1], Count] = -1
-    """Stages per rank under a schedule that has several; -1: 2, or 1 under GPipe and 1F1B."""
+    """Number of stages per rank under a schedule that has several; -1: 2, or 1 under GPipe and 1F1B."""
     pipeline_parallel_balance: Literal["layers", "parameters"] = "layers"
     """Quantity that is balanced between the stages of a pipeline."""
     pipeline_parallel_first_stage_less_layers: CountOrZero = 0
@@ -640,11 +640,11 @@ class Parallelism(Section):
     module_fqns_per_model_part: list[list[str]] = Field(default=[])
     """Modules of each stage, in order (tok_embeddings, layers.0, ..., norm, output); empty: stages are balanced."""
     context_parallel_degree: Ranks = 1
-    """Ranks that each sequence is split over."""
+    """Number of ranks that each sequence is split over."""
     context_parallel_ulysses_degree: Ranks = 1
     """Size of the groups of context-parallel ranks that use Ulysses (all-to-all over heads); the groups form a ring."""
     expert_parallel_degree: Ranks = 1
-    """Ranks that a layer's experts are partitioned over; dp_shard x cp x tp / this degree ranks shard each expert."""
+    """Number of ranks that experts are partitioned over; dp_shard x cp x tp / this degree ranks shard each expert."""
 
     @property
     def n_stages(self) -> int:

@@ -5,7 +5,7 @@ columns of its own shards, one tensor after the other.
     folder/model.safetensors.index.json                              the file of each tensor, and
     folder/model-00001-of-00004.safetensors ...                      the files
 
-A layer's experts are one parameter [E, F, D] of the model, and separate tensors [F, D] in these files. The buffers that
+A layer's E experts are one parameter [E, F, D] of the model, and E tensors [F, D] in these files. The buffers that
 balance experts are loaded like parameters. No file can contain code: pickles of older models (*.bin) are rejected."""
 
 import contextlib
@@ -278,7 +278,7 @@ def _finite(numbers: Tensor, tensor: str, file: Path) -> Tensor:
 
 def _ranges(parameter: Tensor, name: str, options: Model) -> list[tuple[slice, Tensor]]:
     """Return a pair for the rows of this rank's shard: a slice of the file's tensor that covers them, and their indices
-    in the slice, in the parameter's order. Another pair is for columns; it is first for a transposed matrix."""
+    in the slice, in the parameter's order. Columns have another pair, which comes first for a transposed matrix."""
     dims = range(parameter.dim())[-2:]
     rows = hf_rows(name, local_indices(parameter, dims[0]), options)
     ranges = [cover(rows), *(cover(local_indices(parameter, dim)) for dim in dims[1:])]

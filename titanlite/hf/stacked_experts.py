@@ -24,7 +24,7 @@ MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def hf_name(name: str) -> str:
-    """Return the file's name, within a layer, of experts.w1, experts.w1_bias, and so on."""
+    """Return the name in the file, within a layer, of experts.w1, experts.w1_bias, and so on."""
     weight, bias = _split(name)
     return f"mlp.experts.{TENSORS[weight][0]}{bias}"
 

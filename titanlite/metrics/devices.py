@@ -59,7 +59,7 @@ class Measured(Section):
     operator_seconds: Rate
     """Seconds that the host takes to dispatch an operator, with autograd and modules."""
     dtensor_seconds: Rate
-    """Seconds that the host takes for an operator on DTensors, except for the operators on local tensors."""
+    """Seconds that the host takes for an operator on DTensors, not counting its operators on local tensors."""
     slowdown: Annotated[float, Field(ge=0)]
     """The fraction by which a matrix product is slower while a collective runs at the same time."""
     collectives: list[MeasuredCollective]

@@ -54,7 +54,7 @@ def run_summary(
 
 
 def account(positions: int, masked: int, padding: int, cut: int) -> str:
-    """Return a line with the numbers of trained, masked and padding positions, and of shortened documents."""
+    """Return a line with the numbers of trained, masked and padding positions, and of documents cut short."""
     trained = f"account    {positions - masked - padding:,} of {positions:,} positions trained on"
     return f"{trained}, {masked:,} masked, {padding:,} padding; {cut:,} documents cut by the end of a sequence"
 

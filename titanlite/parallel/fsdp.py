@@ -64,7 +64,7 @@ def axes_of(mesh: DeviceMesh, axis: str) -> DeviceMesh:
 
 
 def use_in_place(model: nn.Module, parallelism: Parallelism, training: Training) -> None:
-    """If there is one shard, and weights have the dtype of computation, let fully_shard use the weights without copies,
+    """If there is one shard, and the weights are in the compute dtype, let fully_shard use the weights without copies,
     and on a single rank also the gradients. Call this before the first forward. fully_shard calls two methods of a
     local tensor if they exist: `fsdp_pre_all_gather` returns the tensors to gather (here an empty one), and
     `fsdp_post_all_gather` the gathered weight. Uses the private `_local_tensor` (tested with torch 2.11 and 2.13)."""

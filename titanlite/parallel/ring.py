@@ -116,7 +116,7 @@ def _tokens_first(flipped: bool, *tensors: Tensor) -> list[Tensor]:
 def _write(
     total: Tensor | None, index: tuple[slice, slice], value: Tensor, shape: torch.Size, dtype: torch.dtype
 ) -> Tensor:
-    """Write a tile into total[index] and return `total` (None: a new tensor); return a tile of full `shape` itself."""
+    """Return `total` (None: a new tensor) with a tile written at `index`, or the tile itself if it has the `shape`."""
     if value.shape == shape:
         return value.to(dtype).contiguous()
     if total is None:
