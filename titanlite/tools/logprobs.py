@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
 
 
 def read(file: Path, folder: Any) -> dict[int, Row]:
-    """Return the rows of a file, by line. Raises ConfigError if the file cannot be read or a row does not fit."""
+    """Return the rows of a file, by line. Raises ConfigError if the file cannot be read or a row is wrong."""
     from titanlite.tools.generate.command import read_lines
 
     rows, most = dict[int, Row](), folder.options.most_positions
