@@ -1,4 +1,4 @@
-"""Count a rank's process groups and gloo's TCP connections in these groups, from the mesh and gloo's algorithms.
+"""Count a rank's process groups and gloo's TCP connections in these groups, by the mesh and by gloo's algorithms.
 
 Two ranks connect over gloo when one first sends to the other (launch/process_group.py). All-gather, reduce-scatter and
 all-reduce connect each rank to its two neighbours in a ring. A barrier and a broadcast connect each rank to the ranks

@@ -183,7 +183,7 @@ class RecordedStep:
 
 
 def _update(config: Config, trace: OpTrace, stage: Llama, optimizer: Any, balance: Balance | None) -> None:
-    """Run a step after its last backward: sums over ranks, gradient clipping, optimizer step, balance of experts."""
+    """Finish a step after its last backward: sums over ranks, gradient clipping, optimizer step, balance of experts."""
     trace.mark("update")
     parameters = list(stage.parameters())
     for parameter in (each for each in parameters if each.requires_grad):  # frozen weights (LoRA) have no gradient
@@ -255,7 +255,7 @@ def _local(tensor: Tensor) -> list[Tensor]:
 def _persistent(
     trace: OpTrace, stage: Llama, optimizer: torch.optim.Optimizer, folded: FoldedStage
 ) -> tuple[Bytes, int, int, float]:
-    """Set `kind` of allocations that persist across steps. Return DryRun's persistent, gradients, rotary and scale."""
+    """Set the kind of persistent allocations. Return DryRun's fields persistent, gradients, rotary and scale."""
     total, weights, of_run_layers, rotary = dict.fromkeys(KINDS, 0), 0, 0, 0
     parameters = dict(stage.named_parameters())
     tensors = [("parameters", name, tensor) for name, tensor in [*parameters.items(), *stage.named_buffers()]]

@@ -54,8 +54,8 @@ def even_shares(total: int, n: int) -> list[int]:
 
 @contextlib.contextmanager
 def assumed(config: Config, on_read: Callable[[], None]) -> Iterator[None]:
-    """Inside the with block, mixtures of experts read the assumed load instead of fake tensors' values, and use
-    plan.device's grouped products. `on_read` is called where the host would wait for the device to read counts."""
+    """Inside the with block, mixtures of experts read the assumed load instead of fake tensors' values, and use the
+    grouped products of plan.device. `on_read` is called where the host would wait for the device to read counts."""
     from titanlite.techniques.moe import counts, layer  # late import: a dense model has no experts
 
     types, load = layer.GROUPED_MM_DTYPES, expert_load(config)

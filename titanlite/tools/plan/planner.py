@@ -34,7 +34,7 @@ from titanlite.tools.plan.schedule import all_actions
 from titanlite.tools.plan.segments import layers_of
 from titanlite.tools.plan.step import StageCost, StepTime, memory_points, step_time
 
-# Bytes of CUDA's context, kernels and cuBLAS workspaces (nvidia-smi without tensors); bytes of each NCCL process group.
+# CONTEXT_BYTES: CUDA's context, kernels and cuBLAS workspaces, as nvidia-smi shows; GROUP_BYTES: an NCCL process group.
 CONTEXT_BYTES, GROUP_BYTES = int(0.6 * 2**30), int(0.25 * 2**30)
 FRAGMENTATION = 0.03  # share of peak memory that CUDA's caching allocator loses, with expandable segments
 
@@ -60,7 +60,7 @@ def resolve(loaded: LoadedConfig[Config], world_size: int | None = None) -> tupl
 
 
 def assumption(config: Config, world: int) -> str:
-    """Return a line with the number of devices that a plan assumes, and its option; "" if the degrees set it."""
+    """Return a line with the number of devices that a plan assumes, and its option; "" if the config sets it."""
     if config.parallelism.data_parallel_shard_degree != -1:
         return ""
     return f"planned for {quantity(world, 'device')}; set parallelism.data_parallel_shard_degree for another number"
