@@ -47,7 +47,7 @@ def show_rows(
 
 
 def row_text(tokenizer: Tokenizer, sequence: Sequence, training: Training, place: str) -> Text:
-    """Return a row's text: all inputs, then the last target. Tokens that are targets are trained on."""
+    """Return a row's text: all inputs, then the last target. Tokens that are targets count as trained on."""
     from titanlite.data.loader import SequenceShard, collate, count  # late import: it imports torch
     from titanlite.data.packing import PADDING
     from titanlite.loss import IGNORED

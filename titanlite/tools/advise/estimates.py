@@ -102,11 +102,11 @@ def _layer_weights(task: Task, mesh: Mesh) -> tuple[float, float]:
 
 
 def _expert_values(task: Task, mesh: Mesh) -> float:
-    """Return how many 2-byte activations per token experts have in a mean layer. Selective AC saves none of them."""
+    """Return how many 2-byte activations per token experts have, on average over layers. Selective AC saves none."""
     model, moe = task.model, task.model.moe
     if not moe.n_experts:
         return 0.0
-    # Without expert parallel, each tensor-parallel rank has all tokens and a shard of each expert's channels.
+    # Without expert parallelism, each tensor-parallel rank has all tokens and a shard of each expert's channels.
     tokens = mesh.tp if mesh.ep == 1 else 1
     rows, hidden = tokens * moe.n_experts_per_token * model.dim, moe.n_experts_per_token * model.expert_dim
     router = tokens * (2 * model.dim + 8 * moe.n_experts)
@@ -114,7 +114,7 @@ def _expert_values(task: Task, mesh: Mesh) -> float:
 
 
 def _layer_bytes(task: Task, candidate: Candidate) -> tuple[float, float, float]:
-    """Return a layer's bytes in a microbatch: for the backward, temporary, between the halves of a split backward."""
+    """Return a layer's bytes per microbatch: saved for backward, temporary, kept between a backward's two halves."""
     mesh, model = candidate.mesh, task.model
     tokens = candidate.microbatch * task.seq_len / (mesh.cp * mesh.tp)
     dim, q_dim, kv_dim = model.dim, model.n_heads * model.head_dim, 2 * model.n_kv_heads * model.head_dim

@@ -67,7 +67,7 @@ def explain(search: Search) -> list[str]:
 
 
 def _explain_doubts(search: Search, layout: PlannedLayout) -> list[str]:
-    """Return a line on other layouts that may be as fast as `layout`, and on how to find out; without any, no line."""
+    """Return a line on layouts that may be as fast as `layout`, and on how to find out; no line if there are none."""
     others = [(one, *spread_of_difference(layout.spread, one.spread)) for one in search.fitting() if one is not layout]
     doubts = [each for each in others if abs(each[0].seconds - layout.seconds) < each[1]]
     if not doubts:

@@ -24,9 +24,9 @@ CLOSE = 1.03  # ratio of two step times below which plans cannot tell which layo
 
 
 class PlannedLayout(NamedTuple):
-    """The plan of a candidate: bytes of the rank that needs the most, seconds of a step, tokens per second per device,
-    and the share of time lost to the pipeline bubble. All communication takes `communication` seconds; `overlapped` of
-    them overlap with computation. `shares` is the result of report.time_shares. `problem` says why planning failed."""
+    """The plan of a candidate: bytes of the rank that needs most, seconds of a step, tokens per second per device, and
+    the share of time lost to the pipeline bubble. All communication takes `communication` seconds, `overlapped` of them
+    overlapped with computation. `shares` is the result of report.time_shares. `problem` says why planning failed."""
 
     candidate: Candidate
     bytes: int = 0

@@ -109,7 +109,7 @@ def compare_step(
     norms = {name: max(_norm(a[name]), _norm(b[name])) for name in inputs}
     limits, entries = _Limits(descriptions, norms, before, is_first=is_first), []
     used = {name: far for name, far in distances.items() if " ".join(name.split(" ")[:2]) not in limits.unused}
-    lists = {id(own): own for own in inputs.values()}  # each list of inputs once: many tensors have the same list
+    lists = {id(own): own for own in inputs.values()}  # lists of inputs without duplicates: many tensors share a list
     largest = {key: max([used[each] for each in own if each in used], default=0.0) for key, own in lists.items()}
     for name, own in inputs.items():
         tensors, far, explained = (a[name], b[name]), distances[name], largest[id(own)]
@@ -168,7 +168,7 @@ class _Limits:
         return allowed
 
     def _allowed_of_input(self, tensor: str) -> float:
-        """Return the allowed distance of a step's input: infinity for weights and states after the first step."""
+        """Return the allowed distance of an input: infinity for weights and states after the first compared step."""
         if tensor in ("tokens", "targets") or self.is_first:
             return SUMMED if tensor in ("tokens", "targets") or self.same_weights_dtype else GROWTH * self.of_weights
         if " " in tensor or tensor in self.parameters or f"input {tensor}" not in self.before:

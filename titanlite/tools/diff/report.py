@@ -49,8 +49,8 @@ def report(steps: list[Step], a: Path, b: Path) -> Group:
 
 
 def changed_options(a: Path, b: Path) -> list[str]:
-    """Return a line for each option, except folders, that differs between the configs that both runs have saved. The
-    runs' versions of titanlite may have different options."""
+    """Return a line for each option, except folders, that differs between the two runs' saved configs. The runs may be
+    of different versions of titanlite, with different options."""
     files = [str(run / "config.toml") for run in (a, b) if (run / "config.toml").exists()]
     changed = differences(*(_by_key(read_toml(file)) for file in files)) if len(files) == 2 else {}
     names = [key for key in changed if not key.endswith("folder") and key != "job.description"]

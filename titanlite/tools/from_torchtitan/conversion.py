@@ -150,7 +150,7 @@ class Conversion:
         return "\n".join(lines).lstrip("\n") + "\n"
 
     def _add_switches(self) -> None:
-        """Write a switch that is off if its options are set. torchtitan ignores them; titanlite would reject them."""
+        """Write a switch that is off if its options are set, which torchtitan ignores and titanlite would reject."""
         for dependent in DEPENDENT_OPTIONS:
             switch = dependent.switch
             if switch in self.options or switch.startswith("model."):  # [model]'s switches come from model.flavor
@@ -178,7 +178,7 @@ class Conversion:
 
 
 def _precedence(key: str, value: Any) -> int:
-    """Return a key's precedence. Of two keys with one meaning, the key with the larger one counts, as in torchtitan."""
+    """Return a key's precedence. Of two keys with one meaning, the larger precedence counts, as in torchtitan."""
     if key == "model.tokenizer_path":
         return 2 if value else 0
     return 0 if key in OF_0_2 else 1

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-LARGEST_ALLOWED = 0.25  # above this allowed relative distance, a tensor has no meaningful ratio
-COARSE = 0.5  # relative distance from which equal tensors count as coarse: a tensor with half the values has it
+LARGEST_ALLOWED = 0.25  # largest allowed relative distance with which a tensor has a meaningful ratio
+COARSE = 0.5  # relative distance from which equal tensors count as coarse: half a tensor is this far from the tensor
 SMALL_FACTOR = 1.01  # a ratio nearer to 1 is reported as a difference, unless a known factor explains it
 
 

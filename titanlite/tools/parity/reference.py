@@ -29,7 +29,7 @@ gradient NAME"; "final weight NAME", for buffers too; "validation loss", the los
 
 def trace_of(kind: str, tensors: dict[str, Tensor]) -> Trace:
     """Copy tensors to the CPU, all-gathering sharded ones, and return them under the names f"{kind} {name}"."""
-    # Hide DTensor's warning that a gather over two mesh axes takes two collectives; a test may be slow.
+    # Hide DTensor's warning that a gather over two mesh axes takes two collectives: a parity test may be slow.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     given = {name: t for name, t in tensors.items() if t is not None}  # a frozen weight has no gradient
     full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in given.items()}

@@ -60,7 +60,7 @@ def checkpointing_period(config: Config) -> int:
 
 
 def layer_period(config: Config) -> int:
-    """Return a period of the pattern of layers: at least as many layers as FSDP prefetches."""
+    """Return a period of the pattern of layers that is not shorter than the number of layers that FSDP prefetches."""
     moe, parallelism = config.model.moe, config.parallelism
     pattern = sum(kind.count for kind in config.model.layer_pattern) or 1
     period = math.lcm(checkpointing_period(config), moe.every_n_layers if moe.n_experts else 1, pattern)

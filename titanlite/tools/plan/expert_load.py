@@ -1,8 +1,8 @@
 """The load of experts that a plan assumes; in a run the routers decide the load.
 
-The planned rank is the busiest of its expert-parallel group in every layer: it receives plan.expert_imbalance times a
-rank's mean rows (1: balanced), rounded up. The other ranks of the group share the remaining rows evenly. A token that
-is sent to k experts makes k rows. Shapes: E experts of this rank, R ranks of an expert-parallel group."""
+The planned rank is the busiest of its expert-parallel group in every layer: it receives plan.expert_imbalance times (1:
+balanced) the mean number of rows per rank, rounded up. The other ranks of the group share the remaining rows evenly. A
+token that is sent to k experts makes k rows. Shapes: E experts of this rank, R ranks of an expert-parallel group."""
 
 import contextlib
 import math
@@ -39,7 +39,7 @@ class ExpertLoad(NamedTuple):
 
 
 def expert_load(config: Config) -> ExpertLoad:
-    """Return the load under a resolved config. Without expert parallel, all tensor-parallel ranks route all tokens."""
+    """Return the load under a resolved config. If ep is 1, all tensor-parallel ranks route all tokens."""
     parallelism, moe, n_ranks = config.parallelism, config.model.moe, config.parallelism.expert_parallel_degree
     splits = parallelism.tensor_parallel_degree if n_ranks > 1 else 1
     sent = config.tokens_of_forward // splits * moe.n_experts_per_token

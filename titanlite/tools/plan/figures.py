@@ -49,7 +49,7 @@ def write_html(plan: Plan, file: str, target: Path) -> None:
 
 
 def memory_figure(plan: Plan) -> Figure:
-    """Draw device memory in GiB by kind, stacked, over the step of the worst rank, with the peak and the limit."""
+    """Draw memory in GiB by kind, stacked, over a step of the rank that needs the most, with the peak and the limit."""
     figure = Figure((WIDTH, 4.2), layout="constrained")
     axes, rank = figure.add_subplot(), plan.worst
     kinds = [kind for kind in KIND_COLOURS if any(point.bytes[kind] > 0 for point in rank.points)]

@@ -88,7 +88,7 @@ def _kernel(group: list[Work], own: set[Allocation], internal: set[Allocation]) 
 
 def overlap(segments: Sequence[Segment], groups: Mapping[str, int]) -> None:
     """Mark, in place, the collectives that async TP overlaps in compiled blocks, and the overlapped products (torch
-    2.13: torch._inductor.fx_passes.micro_pipeline_tp). `groups`: ranks of each tensor-parallel group."""
+    2.13: torch._inductor.fx_passes.micro_pipeline_tp). `groups`: number of ranks of each tensor-parallel group."""
     for events in (segment.events for segment in segments if segment.mark[0] in ("layer F", "layer B")):
         works, split = [event for event in events if isinstance(event, Work)], dict[int, Work]()
         for index, event in enumerate(events):

@@ -1,4 +1,4 @@
-"""Find common mistakes in a config by its plan. Each hint is a line with an option (docs/choose_a_layout.md)."""
+"""Find common mistakes in a config by its plan. Each hint is a line that names an option (docs/choose_a_layout.md)."""
 
 import itertools
 from collections.abc import Iterator

@@ -27,7 +27,7 @@ class Pass(str, enum.Enum):
     WEIGHT_GRADIENT = "W"  # the second half of a split backward (wgrad)
 
 
-Phases = dict[tuple[Any, ...], list[Segment]]  # a phase's segments, with its layers', by the phase's first Segment.mark
+Phases = dict[tuple[Any, ...], list[Segment]]  # segments of each phase and its layers; key: the first segment's mark
 
 
 def layers_of(names: Sequence[str]) -> list[str]:

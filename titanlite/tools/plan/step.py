@@ -167,7 +167,7 @@ def _message_bytes(config: Config) -> int:
 
 
 class _PipelineRank:
-    """Replays the phases of a pipeline rank's stages (by number) in the order of the rank's actions."""
+    """Replays the phases of a pipeline rank's `stages` (dry runs by number) in the order of the rank's actions."""
 
     def __init__(self, config: Config, stages: dict[int, DryRun]):
         self.config, self.stages, self.message = config, stages, _message_bytes(config)
