@@ -102,7 +102,7 @@ def load_llama(folder: ModelFolder, dtype: torch.dtype, length: int, ema: bool) 
 
 
 def load_hf(folder: Path, *, has_experts: bool) -> Any:
-    """Return transformers' model of a folder in float64. Raises ConfigError if model and folder differ in tensors."""
+    """Return transformers' model of a folder in float64. Raises ConfigError if its tensors are not the folder's."""
     from transformers import AutoModelForCausalLM
 
     try:

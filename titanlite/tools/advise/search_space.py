@@ -18,7 +18,7 @@ from titanlite.tools.plan.planner import resolve
 GIB = 2**30
 SCHEDULES = (("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4), ("ZBVZeroBubble", 2))
 """Pipeline schedules to try, each with its stages per rank."""
-CHECKPOINTING = ("none", "selective", "full")  # modes of activation checkpointing, from the least recomputed work on
+CHECKPOINTING = ("none", "selective", "full")  # modes of activation checkpointing, in order of recomputed work
 LONG_SEQUENCE, LOCAL_SEQUENCE = 32_768, 8192
 """The heuristic baseline splits sequences of more than LONG_SEQUENCE tokens into LOCAL_SEQUENCE tokens per device."""
 MOST_NODES = 4  # largest number of nodes over which the experts of a layer are partitioned

@@ -107,7 +107,7 @@ def measure_slowdown(timer: Timer) -> float:
 
 
 def best_bandwidths(collectives: list[dict[str, object]]) -> dict[str, float]:
-    """Return the best bandwidth of an all-gather, in bytes/s received by a rank. Key: whether the group spans nodes."""
+    """Return the best bandwidth of an all-gather, in bytes/s received by a rank, by whether the group spans nodes."""
     best: dict[bool, float] = {}
     for row in collectives:
         if row["name"] == "all_gather":

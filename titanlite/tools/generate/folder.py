@@ -88,7 +88,7 @@ def open_folder(folder: Path) -> ModelFolder:
         raise ConfigError([f"{folder}: expected {expected}{hint}"]) from None
     config = config or read_config(config_file_of_run(path))
     reader = CheckpointReader(path)
-    dtype = reader.dtypes.get(f"model.{EMBEDDING}", torch.float32)  # `load` rejects one without an embedding
+    dtype = reader.dtypes.get(f"model.{EMBEDDING}", torch.float32)  # `load` rejects a checkpoint without embedding
     return ModelFolder(path, model_options(path, reader.state), dtype, False, config)
 
 

@@ -347,9 +347,9 @@ class CostModel:
         return work.flops / rate * (1 + 1 / waves) * FULL_WAVES
 
     def collective_seconds(self, name: str, size: int, ranks: list[int]) -> float:
-        """Return the seconds of a collective of `size` bytes over n ranks. Without measured rates, all except
-        all-to-alls and messages are assumed to run as rings: each rank sends (n-1)/n of the full tensor (twice as much
-        in an all-reduce). Each rank has a network adapter."""
+        """Return the seconds of a collective of `size` bytes over n ranks. Without measured rates, all collectives
+        except all-to-alls and messages are assumed to run as rings: each rank sends (n-1)/n of the full tensor (twice
+        as much in an all-reduce). Each rank has a network adapter."""
         n, nodes = len(ranks), len({rank // self.devices_per_node for rank in ranks})
         if measured := self.device.measured:
             seconds = measured_rates.collective_seconds(measured, name, size, n, nodes)

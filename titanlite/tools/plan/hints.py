@@ -7,7 +7,7 @@ from titanlite.config.stage_split import SPLIT_BACKWARD
 from titanlite.tools.plan.result import Plan, devices_per_node
 
 GIB, MICROBATCHES_PER_RANK, SMALL = 2**30, 4, 0.1  # SMALL: share of a step above which a hint names lost time
-STATES = ("parameters", "gradients", "optimizer")  # kinds of memory, except "gathered", that the batch does not change
+STATES = ("parameters", "gradients", "optimizer")  # kinds of memory that do not depend on the batch, without "gathered"
 
 
 def hints(plan: Plan) -> list[str]:
@@ -36,7 +36,8 @@ def in_time(plan: Plan) -> Iterator[str]:
 
 
 def few_microbatches(plan: Plan) -> str:
-    """Return a hint at an option that gives a pipeline more microbatches, if the pipeline bubble is large, or ""."""
+    """Return a hint at an option that gives a pipeline more microbatches, if the pipeline bubble is large; otherwise
+    ""."""
     config, degree, n = plan.config, plan.config.parallelism.pipeline_parallel_degree, plan.config.n_microbatches
     if plan.pipeline_bubble < SMALL or n >= MICROBATCHES_PER_RANK * degree:
         return ""
