@@ -1,9 +1,8 @@
 """The load of experts that a plan assumes; in a run the routers decide the load.
 
 The planned rank is the busiest of its expert-parallel group in every layer: it receives plan.expert_imbalance (1:
-balanced) times the mean number of rows per rank, rounded up. The other ranks of the group share the remaining rows
-evenly. A token that is sent to k experts makes k rows. Shapes: E experts of this rank, R ranks of an expert-parallel
-group."""
+balanced) times the mean rows per rank, rounded up. The other ranks of the group share the remaining rows evenly. A
+token that is sent to k experts makes k rows. Shapes: E experts of this rank, R ranks of an expert-parallel group."""
 
 import contextlib
 import math

@@ -36,8 +36,7 @@ def in_time(plan: Plan) -> Iterator[str]:
 
 
 def few_microbatches(plan: Plan) -> str:
-    """Return a hint at an option that gives a pipeline more microbatches, if the pipeline bubble is large; otherwise
-    ""."""
+    """Return a hint at an option that gives a pipeline more microbatches, if the pipeline bubble is large, or ""."""
     config, degree, n = plan.config, plan.config.parallelism.pipeline_parallel_degree, plan.config.n_microbatches
     if plan.pipeline_bubble < SMALL or n >= MICROBATCHES_PER_RANK * degree:
         return ""
