@@ -29,9 +29,12 @@ from titanlite.build_llama import build_block
 from titanlite.checkpoint import export
 from titanlite.config import ConfigError
 from titanlite.config.own import take_own
+from titanlite.config.schema import Training
+from titanlite.data.packing import Sequence
 from titanlite.launch.other_processes import children
 from titanlite.metrics.logger import MetricsLogger
 from titanlite.parallel import mesh
+from titanlite.techniques.data.own import OwnSequences
 from titanlite.techniques.own import Own, load_own
 from titanlite.tools.generate.folder import open_folder
 from titanlite.tools.parity import command, standard_set
@@ -438,14 +441,11 @@ def test_a_run_that_fails_closes_its_metrics(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("item", "line"),
     [
-        (
-            np.arange(16),
-            "own.data: sequence 0 has (15,) inputs and (15,) targets, int64; expected 17 integers",
-        ),
-        (np.linspace(0, 1, 17), "float64; expected 17 integers"),
-        (np.arange(17) + 300, "own.data: sequence 0 has tokens from 300 to 316; model.vocab_size is 272"),
-        (None, "own.data: sequence 0 has (0,) inputs and (0,) targets, object; expected 17 integers"),
-        (7, "own.data: sequence 0 has (0,) inputs and (0,) targets, int64; expected 17 integers"),
+        (np.arange(16), "own.data: sequence 0 has inputs of shape (15,), int64; expected 17 integers"),
+        (np.linspace(0, 1, 17), "float64; expected 17 integers, or a Sequence of three arrays of 16"),
+        (np.arange(17) + 300, "own.data: sequence 0 has inputs of 300; expected 0 to 271"),
+        (None, "own.data: sequence 0 has inputs of shape (0,), object; expected 17 integers"),
+        (7, "own.data: sequence 0 has inputs of shape (0,), int64; expected 17 integers"),
     ],
 )
 def test_wrong_own_data_is_a_line(tmp_path: Path, item: np.ndarray, line: str):
@@ -453,6 +453,67 @@ def test_wrong_own_data_is_a_line(tmp_path: Path, item: np.ndarray, line: str):
     with pytest.raises(ConfigError) as caught:
         titanlite.run(argv, own=Own(data=lambda *arguments: [item] * 8))
     assert line in caught.value.problems[0]
+
+
+class NoArray:
+    def __array__(self, *arguments: Any, **options: Any) -> np.ndarray:
+        raise OSError("cannot be read")
+
+
+SOME = np.arange(4)
+
+
+@pytest.mark.parametrize(
+    ("item", "line"),
+    [
+        ([1, 2, [3, 4], 5, 6], "is no array: setting an array element with a sequence."),
+        (torch.ones(5, requires_grad=True), "is no array: Can't call numpy() on Tensor that requires grad."),
+        (torch.arange(5).bfloat16(), "is no array: Got unsupported ScalarType BFloat16"),
+        (torch.empty(5, device="meta"), "is no array: can't convert meta device type tensor to numpy."),
+        (NoArray(), "is no array: cannot be read"),
+        (np.zeros(5, [("token", int)]), "has inputs of shape (4,), [('token', '<i8')]"),
+        (np.arange(5) - 1, "has inputs of -1; expected 0 to 271"),
+        ([0, 1, 2, 3, 272], "has targets of 272; expected 0 to 271"),
+        ([], "has inputs of shape (0,), float64"),
+        (((1, 2),) * 5, "has inputs of shape (4, 2), int64"),
+        ([None] * 5, "has inputs of shape (4,), object"),
+        ([2**70] * 5, "has inputs of shape (4,), object"),
+        (b"12345", "has inputs of shape (0,), |S5"),
+        ((token for token in range(5)), "has inputs of shape (0,), object"),
+        (Sequence([1, [2, 3], 4, 5], SOME, SOME), "is no array: setting an array element with a sequence."),
+        (Sequence(SOME, SOME, None), "has document_positions of shape (), object"),
+        (Sequence(SOME, SOME / 2, SOME), "has targets of shape (4,), float64"),
+        (Sequence(SOME, SOME, SOME / 2), "has document_positions of shape (4,), float64"),
+        (Sequence(SOME, SOME, SOME - 1), "has document_positions of -1; expected 0 to 3"),
+        (Sequence(SOME, SOME, SOME + 1), "has document_positions of 4; expected 0 to 3"),
+        (Sequence(SOME, SOME - 101, SOME), "has targets of -101; expected 0 to 271"),
+    ],
+)
+def test_a_wrong_item_is_a_line(item: Any, line: str):
+    with pytest.raises(ConfigError) as caught:
+        OwnSequences([item], Training(seq_len=4), 272)[0]
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"own.data: sequence 0 {line}")
+    assert (
+        problem.endswith("; expected 5 integers, or a Sequence of three arrays of 4") or "; expected 0 to " in problem
+    )
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        [*range(5)],
+        range(5),
+        torch.arange(5),
+        np.arange(5, dtype=np.uint64),
+        Sequence([0, 1, 2, 3], torch.tensor([1, 2, 3, 4]), SOME),
+        Sequence(SOME.astype(np.uint64), SOME + 1, SOME.astype(np.uint8)),
+    ],
+)
+def test_an_item_of_integers_is_a_sequence(item: Any):
+    sequence = OwnSequences([item], Training(seq_len=4), 5)[0]
+    assert [each.tolist() for each in sequence] == [[0, 1, 2, 3], [1, 2, 3, 4], [0, 1, 2, 3]]
+    assert {each.dtype for each in sequence} == {np.dtype(np.int64)}
 
 
 @pytest.mark.parametrize("data", [[], None, iter([])], ids=["empty", "None", "an iterator"])

@@ -108,7 +108,7 @@ REJECTED = [
     ({DTYPE: "float64", PARAM: "bfloat16", REDUCE_DTYPE: "float32"},
      {PARAM: "computes and reduces in float64", REDUCE_DTYPE: "computes and reduces in float64"}),
     ({"training.outlier_window": 8}, {"training.outlier_window": "when training.skip_outlier_sigma is above 0; set"}),
-    ({STEPS: 5, TOTAL_STEPS: 5, f"--{STEPS}": 6}, {TOTAL_STEPS: "expected at least training.steps = 6"}),
+    ({STEPS: 4, TOTAL_STEPS: 5, f"--{STEPS}": 6}, {TOTAL_STEPS: "expected at least training.steps = 6"}),
     # activation checkpointing and compilation
     ({SAC: 2}, {SAC: 'is "selective"; set that'}),
     ({AC_MODE: "full", SAC: 1}, {SAC: 'is "selective"; set that'}),
@@ -212,6 +212,9 @@ REJECTED = [
      {PIPELINE: "6 stages need at least as many layers, and model.n_layers = 5"}),
     ({PIPELINE: 2, BALANCE: "parameters", FIRST: 2, LAST: 0},
      {FIRST: 'is "layers"; set that', LAST: 'is "layers"; set that'}),
+    ({LAYERS: 4, PIPELINE: 2, FIRST: 5, LAST: 1000},
+     {FIRST: "expected at most model.n_layers = 4", LAST: "expected at most model.n_layers = 4"}),
+    ({LAYERS: 4, PIPELINE: 2, FIRST: 4, LAST: 5}, {LAST: "expected at most model.n_layers = 4"}),
     ({LAYERS: 2, MODULES: TWO_STAGES, PIPELINE: 2, BALANCE: "parameters", FIRST: 2, LAST: 0},
      {BALANCE: "names the stages' modules", FIRST: "names the stages' modules", LAST: "names the stages' modules"}),
     # number of lists, layers, order and names of modules

@@ -375,7 +375,7 @@ WRONG_INPUT = [
      "CLI: --steps=3: expected --section.key=value", "CLI: --.steps=3: expected --section.key=value",
      "CLI: --: expected --section.key=value", "CLI: --training=3: expected --section.key=value",
      "CLI: -training.steps=3: expected --section.key=value"]),
-    ("", ("--training.shuffle", "3"), ["CLI: expected one config, got FILE 3; USAGE"]),
+    ("", ("--training.shuffle", "3"), ["CLI: expected one config, got FILE 3; --help tells more"]),
     ("", ("--optimizer.lr", "--job.dump_folder", "--training.dataset", "--checkpoint.load_step"),
      ["CLI: --optimizer.lr: expected a value; write --optimizer.lr=VALUE",
      "CLI: --job.dump_folder: expected a value; write --job.dump_folder=VALUE",
@@ -461,7 +461,7 @@ WRONG_INPUT = [
 )
 def test_wrong_input(tmp_path: Path, toml: str, arguments: tuple[str, ...], lines: list[str]):
     names = {"FLAVORS": ", ".join(f'"{name}"' for name in (*SIZES, "from_hf"))}
-    names |= {"FILE": str(tmp_path / "run.toml"), "USAGE": config.USAGE, "CLI: ": "command line: "}
+    names |= {"FILE": str(tmp_path / "run.toml"), "CLI: ": "command line: "}
     for name, text in names.items():
         lines = [line.replace(name, text) for line in lines]
     assert problems(lambda: load(tmp_path, toml, *arguments)) == lines
@@ -470,9 +470,9 @@ def test_wrong_input(tmp_path: Path, toml: str, arguments: tuple[str, ...], line
 UNKNOWN = "no config has this name; did you mean"
 # fmt: off
 WRONG_FILES = {
-    "nothing": ([], "command line: expected one config, got none; USAGE"),
-    "only an override": (["--debug.seed=3"], "command line: expected one config, got none; USAGE"),
-    "empty, as from an unset variable": ([""], "command line: expected one config, got none; USAGE"),
+    "nothing": ([], "command line: expected one config, got none; --help tells more"),
+    "only an override": (["--debug.seed=3"], "command line: expected one config, got none; --help tells more"),
+    "empty, as from an unset variable": ([""], "command line: expected one config, got none; --help tells more"),
     "missing, like another": (["FOLDER/rum.toml"], "FOLDER/rum.toml: no such file; did you mean FOLDER/run.toml?"),
     "missing, like another here": (["rum.toml"], "rum.toml: no such file; did you mean run.toml?"),
     "missing, relative": (["nowhere/debug.toml"], "nowhere/debug.toml: no such file in FOLDER"),
@@ -493,7 +493,7 @@ WRONG_FILES = {
 def test_without_a_config_wrong_options_are_named_too():
     lines = problems(lambda: config.load(["--training.stepz=1", "--training.steps=0", "--oops"]))
     nothing, *others = lines
-    assert nothing == f"command line: expected one config, got none; {config.USAGE}"
+    assert nothing == "command line: expected one config, got none; --help tells more"
     assert others == [
         "command line: --oops: expected --section.key=value",
         "command line: training.steps = 0: expected an integer >= 1",
@@ -508,7 +508,7 @@ def test_wrong_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: 
     (tmp_path / "run.toml").touch()
     (tmp_path / "run.yml").write_text("model: 3")
     shipped = ", ".join(sorted(path.stem for path in (ROOT / "configs").rglob("*.toml")))
-    for name, text in {"FOLDER": str(tmp_path), "USAGE": config.USAGE, "SHIPPED": shipped}.items():
+    for name, text in {"FOLDER": str(tmp_path), "SHIPPED": shipped}.items():
         arguments, line = [argument.replace(name, text) for argument in arguments], line.replace(name, text)
     assert problems(lambda: config.load(arguments)) == [line]
 

@@ -73,6 +73,12 @@ def test_what_contradicts_epochs_is_rejected(settings, rejected, tmp_path):
         ({WARMUP: 5}, {RATIO: 0.1}, {RATIO: 0.1}),
         ({RATIO: 0.1}, {WARMUP: 0}, {WARMUP: 0, RATIO: 0}),
         ({WARMUP: 5}, {RATIO: 0.0}, {WARMUP: 5, RATIO: 0}),
+        ({STEPS: 5, TOTAL: 5}, {STEPS: 9}, {STEPS: 9, TOTAL: -1}),
+        ({STEPS: 5, TOTAL: 5}, {STEPS: 3}, {STEPS: 3, TOTAL: -1}),
+        ({STEPS: 5, TOTAL: 5}, {STEPS: 4, TOTAL: 6}, {STEPS: 4, TOTAL: 6}),
+        ({STEPS: 5, TOTAL: 5}, {TOTAL: 6}, {STEPS: 5, TOTAL: 6}),
+        ({STEPS: 5, TOTAL: 9}, {STEPS: 6}, {STEPS: 6, TOTAL: 9}),
+        ({TOTAL: 12_000}, {STEPS: 6}, {STEPS: 6, TOTAL: 12_000}),
     ],
     ids=lambda value: " ".join(value),
 )
@@ -89,6 +95,22 @@ def test_epochs_replace_the_steps_of_a_resolved_config(tmp_path: Path):
     longer = resolve_epochs(config.check(again, on(1)), SimpleNamespace(n_sequences=80))
     assert (longer.training.steps, longer.lr_scheduler.total_steps) == (20, 20)
     assert longer.lr_scheduler.warmup_steps == resolved.lr_scheduler.warmup_steps == 5
+
+
+@pytest.mark.parametrize("length", [{EPOCHS: 1.0}, {STEPS: 10}], ids=["epochs", "steps"])
+@pytest.mark.parametrize("steps", [5, 12])
+def test_steps_replace_those_of_a_resolved_config_and_of_its_schedule(tmp_path: Path, length, steps: int):
+    resolved = resolve_epochs(config.check(load(tmp_path, length), on(1)), SimpleNamespace(n_sequences=80))
+    assert (resolved.training.steps, resolved.lr_scheduler.total_steps) == (10, 10)
+    again = config.check(config.load_values(resolved.model_dump(), "resolved", [f"--{STEPS}={steps}"]), on(1))
+    assert (again.training.steps, again.lr_scheduler.total_steps) == (steps, steps)
+
+
+def test_a_schedule_of_its_own_length_is_kept(tmp_path: Path):
+    with pytest.raises(
+        config.ConfigError, match=r"lr_scheduler.total_steps = 9: expected at least training.steps = 12"
+    ):
+        load(tmp_path, {STEPS: 5, TOTAL: 9, f"--{STEPS}": 12})
 
 
 def test_both_lengths_on_the_command_line_are_rejected(tmp_path: Path):

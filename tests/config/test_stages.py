@@ -125,7 +125,7 @@ BALANCED = {  # layers, pipeline ranks, layers that embedding and head count as,
     "a short last stage":        (6, 2, 0, 4, [5, 1]),
     "the ends count as none":    (6, 3, 0, 0, [2, 2, 2]),
     "shorter at the ends":       (6, 4, 1, 1, [1, 2, 2, 1]),
-    "an end above all others":   (7, 3, 9, 0, [1, 3, 3]),
+    "an end above all others":   (7, 3, 7, 0, [1, 3, 3]),
 }
 # fmt: on
 

@@ -312,16 +312,24 @@ def test_wrong_arguments_are_lines_and_exit_status_2(name: str, monkeypatch, cap
     assert printable(errors, "\n") == errors
 
 
+@pytest.mark.parametrize("command", ["train", "plan", "parity", "source", "tokenize"])
+def test_without_a_config_no_command_prints_the_usage_of_another(command: str, monkeypatch, capsys):
+    assert run(monkeypatch, command, "") == 2
+    assert capsys.readouterr() == ("", "error: command line: expected one config, got none; --help tells more\n")
+    assert run(monkeypatch, command, "--help") == 0
+    assert f"titanlite {command} " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("command", "n_lines"), [("plan", 1), ("advise", 1), ("generate", 0), ("eval", 0)])
 def test_only_a_command_that_may_be_a_rank_leaves_its_lines_to_the_first(monkeypatch, capsys, command, n_lines):
     """A task of torchrun or Slurm may run any command."""
     ranks = {"TORCHELASTIC_RUN_ID": "1", "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     for name, value in ranks.items():
         monkeypatch.setenv(name, value)
-    assert run(monkeypatch, command) == 2
+    assert run(monkeypatch, command, "") == 2
     assert len(capsys.readouterr().err.splitlines()) == n_lines
     monkeypatch.setenv("LOCAL_RANK", "0")
-    assert run(monkeypatch, command) == 2
+    assert run(monkeypatch, command, "") == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 

@@ -53,6 +53,7 @@ from titanlite.metrics.summary import optimization_summary, run_summary
 from titanlite.parallel import fsdp, mesh
 from titanlite.techniques.lora import AdapterOfExperts, add_factors
 from titanlite.techniques.moe.parallel import ShardableMixture
+from titanlite.tools import config as config_command
 from titanlite.tools.parity.compare import differences, tolerances
 from titanlite.tools.parity.reference import run_reference
 from titanlite.tools.parity.training_run import TrainingRun
@@ -387,6 +388,19 @@ def last_stage(job: config.Config) -> list[str]:
     layout = mesh.build_layout(job.parallelism, CPU)
     modules = config.schema.stage_modules(job)[-1] if job.parallelism.pipeline_parallel_degree > 1 else None
     return problems(lambda: build.build_stage(job, layout, modules, CPU))
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_titanlite_config_rejects_them_with_the_same_line(tmp_path: Path, name: str, capsys):
+    options, expected = TARGETS[name]
+    file, job = tmp_path / "job.toml", resolve(tmp_path, world_size(options), with_batches(LORA | options))
+    file.write_text(job.toml())
+    argv = [str(file), "--model.vocab_size=272"]  # the tokens of bytes need rows
+    (line,) = problems(lambda: config_command.main(argv))
+    assert line.startswith(expected)
+    file.write_text(job.replace(lora__rank=0).toml())
+    assert config_command.main(argv) == 0
+    assert "[lora]\nrank = 0\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -19,7 +19,7 @@ USAGE = "usage: titanlite train CONFIG [--section.key=value ...]   (--help lists
 def load(argv: list[str], own: Parts | None = None) -> LoadedConfig[Config]:
     """Read and check a config and overrides from `argv` (without the program's name). The result's config contains
     `own`, parts of the run that the user wrote. Raises ConfigError with every problem."""
-    loaded = loader.load(Config, argv, usage=USAGE, rules=rules.between_options)
+    loaded = loader.load(Config, argv, rules=rules.between_options)
     return dataclasses.replace(loaded, config=loaded.config.with_own(own)) if own else loaded
 
 

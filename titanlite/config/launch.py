@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import Any
 
 from titanlite.config.keys import ASYNC_TENSOR, CONTEXT, EXPERT, GROUPS_ON, PIPELINE, REPLICATE, RESHARD, TENSOR
-from titanlite.config.loader import ConfigError, LoadedConfig, Rejections, show, value_of
+from titanlite.config.loader import ConfigError, LoadedConfig, Rejections, check_all, show, value_of
 from titanlite.config.schema import Config, Optimizer
 from titanlite.config.torch_versions import torch_version_rules
 from titanlite.config.types import MOST_ITEMS, MOST_RANKS, MOST_TOKENS
@@ -78,8 +78,7 @@ def require_torchft() -> None:
     if not re.fullmatch(r"https?://([\w.-]+|\[[0-9a-fA-F:.]+\])(:[0-9]{1,5})?/?", address):
         problem = f"environment: TORCHFT_LIGHTHOUSE = {show(address)}: expected the address of torchft's lighthouse"
         problems.append(f"{problem}, as in http://HOST:29510 ({GROUPS_ON} = true)")
-    if problems:
-        raise ConfigError(problems)
+    check_all(problems=problems)
 
 
 def plan_command(file: str) -> str:
@@ -104,9 +103,7 @@ def check(loaded: LoadedConfig[Config], launch: Launch) -> Config:
     _rank_rules(config, launch.world_size, reject)
     _device_rules(config, on_cuda, reject)
     torch_version_rules(config, on_cuda, reject)
-    problems += loaded.lines(reject)
-    if problems:
-        raise ConfigError(problems)
+    check_all(problems=[*problems, *loaded.lines(reject)])
     return config
 
 

@@ -48,6 +48,8 @@ class Section(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True)
     alternatives: ClassVar[dict[str, tuple[str, ...]]] = {}
     """Options that an option on the command line replaces in a file, by `section.key`."""
+    copies: ClassVar[dict[str, tuple[str, str]]] = {}
+    """(section, key) of the option that it also replaces, in a file that gives both options the same value."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -138,7 +140,7 @@ def value_of(config: Section, key: str) -> Any:
     return value
 
 
-def load(kind: type[Options], argv: list[str], *, usage: str, rules: Rules) -> LoadedConfig:
+def load(kind: type[Options], argv: list[str], *, rules: Rules) -> LoadedConfig:
     """Read a config (see `find_config`) and its `--section.key=value` overrides into an instance of `kind`. A bare
     `--section.key` means true, and `--section.key value` is accepted. `rules`: a function of the config and the set of
     keys with other values than the defaults. Raises ConfigError with every problem."""
@@ -146,7 +148,7 @@ def load(kind: type[Options], argv: list[str], *, usage: str, rules: Rules) -> L
     names = [argument for argument in argv if not argument.startswith("-")]
     options = [argument for argument in argv if argument.startswith("-")]
     if len(names) != 1 or not names[0]:
-        first = f"{COMMAND_LINE}: expected one config, got {' '.join(names) or 'none'}; {usage}"
+        first = f"{COMMAND_LINE}: expected one config, got {' '.join(names) or 'none'}; --help tells more"
         check_all(lambda: load_values(kind, {}, COMMAND_LINE, options, rules=lambda *_: Rejections()), problems=[first])
     file = str(find_config(names[0]))
     return load_values(kind, read_toml(file), file, options, rules=rules)
@@ -249,7 +251,7 @@ def _override(kind: type[Section], arguments: list[str], values: dict[str, Any],
         known = [section for section in sections_of(kind) if name.startswith(f"{section}.")]
         section = max(known, key=len, default=name.partition(".")[0])  # the innermost section that exists
         key = name[len(section) + 1 :]
-        option = options_of(kind).get(f"{section}.{key}")
+        option = options_of(kind).get(name)
         if not argument.startswith("--") or not section or not key:
             problems.append(f"{COMMAND_LINE}: {argument}: expected --section.key=value")
         elif section not in sections_of(kind):
@@ -261,10 +263,13 @@ def _override(kind: type[Section], arguments: list[str], values: dict[str, Any],
             for part in section.split("."):
                 inner = inner.setdefault(part, {}) if isinstance(inner, dict) else None
             if isinstance(inner, dict):  # _validate reports a section that is no table
+                with contextlib.suppress(KeyError, TypeError):  # the option has no copy, or the file lacks one of them
+                    table, copied = kind.copies[name]
+                    replaced += [f"{table}.{copied}"] * (values[table][copied] == inner[key])
                 inner[key] = _parse(text, option) if equals else True
-                origins[f"{section}.{key}"] = COMMAND_LINE
+                origins[name] = COMMAND_LINE
                 if inner[key] or option is None or option.default:  # an option set to its default 0 replaces no other
-                    replaced += kind.alternatives.get(f"{section}.{key}", ())
+                    replaced += kind.alternatives.get(name, ())
     for name in (name for name in replaced if origins.get(name, COMMAND_LINE) != COMMAND_LINE):
         section, _, key = name.partition(".")
         del values[section][key], origins[name]

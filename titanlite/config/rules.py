@@ -39,8 +39,7 @@ class Dependent(NamedTuple):
 
 def _keys(beginning: str, *others: str) -> list[str]:
     """Return the keys of all options that start with `beginning`, except the keys `beginning` + one of `others`."""
-    excepted = {beginning + other for other in others}
-    return [key for key in options_of(Config) if key.startswith(beginning) and key not in excepted]
+    return [key for key in options_of(Config) if key.startswith(beginning) and key[len(beginning) :] not in others]
 
 
 LOSS_SCALE = ["training.initial_loss_scale", "training.loss_scale_growth_interval"]
@@ -211,18 +210,16 @@ def _low_precision_rules(config: Config, changed: set[str], reject: Rejections) 
         switch = "float8.enable" if float8.enable else "int8.enable"
         reject(keys.ASYNC_TENSOR, message, switch, "float8.recipe", keys.TENSOR)
     key = keys.MICROBATCH if config.parallelism.pipeline_parallel_degree > 1 else keys.BATCH
-    tokens = config.tokens_of_forward
-    if int8.enable and tokens > MOST_INT8_TOKENS:
+    if int8.enable and (tokens := config.tokens_of_forward) > MOST_INT8_TOKENS:
         message = f"the weight gradients of INT8 sum {tokens} tokens in 32 bits, which {MOST_INT8_TOKENS} cannot "
         reject(key, message + "overflow; set less", "int8.enable", "training.seq_len", keys.CONTEXT)
 
 
 def _compile_rules(config: Config, changed: set[str], reject: Rejections) -> None:
     options = config.compile
-    compiles_model = options.enable and "model" in options.components
     if not options.components or set(options.components) - {"model", "loss"}:
         reject("compile.components", 'expected "model", "loss" or both; to compile nothing, set compile.enable = false')
-    overlaps = compiles_model and options.backend == "inductor"
+    overlaps = options.enable and "model" in options.components and options.backend == "inductor"
     wants_overlap = config.parallelism.enable_async_tensor_parallel and config.parallelism.tensor_parallel_degree > 1
     if wants_overlap and not overlaps:
         message = 'torch.compile creates the overlap; set compile.enable = true, with "model" in compile.components'

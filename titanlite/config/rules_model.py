@@ -67,7 +67,7 @@ def expert_rules(config: Config, changed: set[str], reject: Rejections) -> None:
     """Reject options that contradict each other in a model with experts."""
     if not config.model.moe.n_experts:
         return
-    model, moe, tensor = config.model, config.model.moe, config.parallelism.tensor_parallel_degree
+    model, moe, degree = config.model, config.model.moe, config.parallelism.expert_parallel_degree
     if not any(model.has_experts(layer) for layer in range(model.n_layers)):
         reads = ("model.n_layers", "model.moe.n_first_dense_layers", "model.moe.every_n_layers")
         reject(EXPERTS, f"none of {model.n_layers} layers has experts; set {' or '.join(reads[1:])} lower", *reads)
@@ -79,14 +79,13 @@ def expert_rules(config: Config, changed: set[str], reject: Rejections) -> None:
         if getattr(moe, key) and moe.n_shared_experts:
             message = f"shared experts have neither biases nor bounds; remove it, or model.moe.{key}"
             reject("model.moe.n_shared_experts", message, f"model.moe.{key}", EXPERTS)
-    if moe.n_experts % config.parallelism.expert_parallel_degree:
+    if moe.n_experts % degree:
         reject(EXPERT, f"expected a divisor of {EXPERTS} = {moe.n_experts}, partitioned over these ranks", EXPERTS)
-    degree = config.parallelism.expert_parallel_degree
     most = max(min(degree, moe.n_experts / moe.n_experts_per_token), 1)
     if degree > 1 and config.plan.expert_imbalance > most:
         message = f"expected at most {most:.4g}, with which a rank receives all that can be sent to it"
         reject("plan.expert_imbalance", message, EXPERT, EXPERTS, "model.moe.n_experts_per_token")
-    if config.parallelism.expert_parallel_degree == 1 and model.expert_dim % tensor:
+    if degree == 1 and model.expert_dim % config.parallelism.tensor_parallel_degree:
         message = f"expected a divisor of the experts' width {model.expert_dim}, sharded over these ranks, or a larger "
         reject(TENSOR, message + EXPERT, "model.moe.expert_dim", EXPERT)
     if isinstance(config.parallelism.fsdp_reshard_after_forward, int):

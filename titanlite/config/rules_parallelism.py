@@ -95,8 +95,10 @@ def _stage_rules(config: Config, changed: set[str], reject: Rejections) -> None:
         if n_layers < n_stages:
             message = f"{n_stages} stages need at least as many layers, and model.n_layers = {n_layers}"
             reject(keys.PIPELINE, message, "model.n_layers", keys.STAGE_MODULES, keys.SCHEDULE, keys.STAGES_PER_RANK)
-        for key in keys.END_LAYERS if balance == "parameters" else ():
-            if key in changed:
+        for key in keys.END_LAYERS:
+            if value_of(config, key) > n_layers:
+                reject(key, f"expected at most model.n_layers = {n_layers}", "model.n_layers", keys.STAGE_MODULES)
+            elif balance == "parameters" and key in changed:
                 message = f'read only when {keys.BALANCE} is "layers"; set that, or remove it'
                 reject(key, message, keys.BALANCE, keys.STAGE_MODULES)
         return

@@ -351,11 +351,10 @@ class Model(Section):
         if not isinstance(values, dict):
             return values  # pydantic reports a section that is no table
         flavor, defaults = values.get("flavor", "debug"), SIZES["debug"]
-        if flavor == "from_hf":
-            if defaults.keys() - values.keys():  # a resolved config has all these keys, and needs no hf_assets_path
-                from titanlite.config.hf.config_json import options_from_hf
+        if flavor == "from_hf" and defaults.keys() - values.keys():  # a resolved config has all, and needs no folder
+            from titanlite.config.hf.config_json import options_from_hf
 
-                defaults = options_from_hf(values.get("hf_assets_path", ""))
+            defaults = options_from_hf(values.get("hf_assets_path", ""))
         elif isinstance(flavor, str):
             defaults = SIZES.get(flavor, defaults)
         options = {**defaults, **values}
@@ -869,6 +868,7 @@ class Config(Section):
         "lr_scheduler.warmup_ratio": ("lr_scheduler.warmup_steps",),
         "lr_scheduler.warmup_steps": ("lr_scheduler.warmup_ratio",),
     }
+    copies: ClassVar[dict[str, tuple[str, str]]] = {"training.steps": ("lr_scheduler", "total_steps")}
     job: Job = Field(default_factory=Job)
     model: Model = Field(default_factory=lambda: Model.model_validate({}))
     training: Training = Field(default_factory=Training)

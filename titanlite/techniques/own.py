@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from titanlite.config.loader import ConfigError, show
+from titanlite.config.loader import ConfigError, check_all, show
 from titanlite.config.own import Parts
 from titanlite.config.regular_file import read_file
 from titanlite.config.schema import Model, Parallelism, Training
@@ -43,8 +43,7 @@ class Own(Parts):
         ]
         names = [name for name, style in self.styles.items() if not isinstance(style, ParallelStyle)]
         wrong += [f"own.styles: {name}: expected a ParallelStyle of torch, as ColwiseParallel()" for name in names]
-        if wrong:
-            raise ConfigError(wrong)
+        check_all(problems=wrong)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if not self.place:
@@ -62,10 +61,9 @@ class Own(Parts):
             block.styles = self.styles
             if not self.block:
                 continue
-            found = dict(self._wrong_names(block, parallelism.tensor_parallel_degree > 1))
-            found = found or _wrong_forward(block, model)
-            names = {name for name, _ in block.named_modules()}
-            if training.attention_backend != "auto" and "attention.inner_attention" not in names:
+            is_sharded = parallelism.tensor_parallel_degree > 1
+            found = dict(self._wrong_names(block, is_sharded)) or _wrong_forward(block, model)
+            if training.attention_backend != "auto" and "attention.inner_attention" not in dict(block.named_modules()):
                 found["attention"] = "has no inner_attention, which context parallel and masks replace"
             if found:  # report only the first wrong layer: most layers have the same problems
                 raise ConfigError([f"layers.{layer}.{name}: {problem}" for name, problem in found.items()])

@@ -415,7 +415,7 @@ def run(capsys: Any, *arguments: Any) -> tuple[int, str, list[str]]:
     """Run the command in this process. Returns its exit status, its output, and its lines on stderr."""
     status = run_command("generate", [str(argument) for argument in arguments])
     output, errors = capsys.readouterr()
-    return status, output, [line for line in errors.splitlines() if line.startswith("error: ")]
+    return status, output, [line for line in errors.splitlines() if line.startswith(("error: ", "prompt "))]
 
 
 def test_the_command_prints_the_texts(hf_folder: Path, capsys, tmp_path: Path):
@@ -436,6 +436,14 @@ def test_the_command_prints_the_texts(hf_folder: Path, capsys, tmp_path: Path):
     assert run(capsys, *drawn, "abc")[1] in run(capsys, *drawn, "x", "abc")[1]
     assert run(capsys, *drawn, "abc") != run(capsys, *drawn[:-1], 4, "abc")
     assert run(capsys, *drawn, "--top-k", 1, "abc") == one
+
+
+def test_an_empty_text_is_said_where_a_person_reads_it(hf_folder: Path, capsys, monkeypatch):
+    monkeypatch.setattr("titanlite.data.tokenizer.continuation", lambda _, prompt, *__: "b" * (len(prompt) > 2))
+    assert run(capsys, hf_folder, *BYTES, "a") == (0, "\n", ["prompt 1: the model answered with nothing"])
+    status, output, errors = run(capsys, hf_folder, *BYTES, "aa", "a")
+    assert (status, output) == (0, "--- prompt 1 of 2\nb\n--- prompt 2 of 2\n\n")
+    assert errors == ["prompt 2: the model answered with nothing"]
 
 
 def test_a_text_has_no_control_characters_but_line_feeds_and_tabs(hf_folder: Path, capsys, monkeypatch):

@@ -248,10 +248,8 @@ class BestFit:
         padding = 1 - self.index.tokens / max(self.n_sequences * (self.seq_len + 1), 1)
         documents = "documents" if self.long == "split" else "conversations"
         done = {"drop": "dropped", "truncate": "truncated"}.get(self.long, "split")
-        return (
-            f"best fit: {padding:.2%} padding, "
-            f"{self.index.long_documents:,} of {self.index.documents:,} {documents} {done}"
-        )
+        changed = f"{self.index.long_documents:,} of {self.index.documents:,} {documents} {done}"
+        return f"best fit: {padding:.2%} padding, {changed}"
 
     @property
     def identity(self) -> str:

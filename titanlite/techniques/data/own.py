@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from titanlite.config.loader import ConfigError
+from titanlite.config.loader import ConfigError, check_all
 from titanlite.config.schema import Debug, Model, Training
 from titanlite.data.packing import PackedSequences, Sequence
 from titanlite.loss import IGNORED
@@ -29,17 +29,22 @@ class OwnSequences:
         positions = np.arange(self.seq_len)
         if self.pads and index >= self.n_sequences:
             return Sequence(positions * 0, np.full(self.seq_len, IGNORED), positions)
-        item = self.data[index % self.n_sequences]
-        if not isinstance(item, Sequence):
-            item = Sequence(np.atleast_1d(item)[:-1], np.atleast_1d(item)[1:], positions)
-        ids = np.append(item.inputs, item.targets[item.targets != IGNORED])
-        if {each.shape for each in item} != {(self.seq_len,)} or ids.dtype.kind not in "iu":
-            problem = f"{item.inputs.shape} inputs and {item.targets.shape} targets, {ids.dtype}"
-            expected = f"expected {self.seq_len + 1} integers, which make {self.seq_len} of each"
-            raise ConfigError([f"own.data: sequence {index} has {problem}; {expected}"])
-        if ids.min() < 0 or ids.max() >= self.vocab_size:
-            problem = f"own.data: sequence {index} has tokens from {ids.min()} to {ids.max()}; model.vocab_size is "
-            raise ConfigError([f"{problem}{self.vocab_size}"])
+        item, place = self.data[index % self.n_sequences], f"own.data: sequence {index}"
+        expected = f"expected {self.seq_len + 1} integers, or a Sequence of three arrays of {self.seq_len}"
+        try:
+            if not isinstance(item, Sequence):
+                item = Sequence(np.atleast_1d(item)[:-1], np.atleast_1d(item)[1:], positions)
+            item = Sequence(*map(np.asarray, item))
+        except Exception as error:  # ragged lists, or tensors that numpy cannot read
+            raise ConfigError([f"{place} is no array: {error}; {expected}"]) from error
+        limits = self.vocab_size, self.vocab_size, self.seq_len
+        for name, values, limit in zip(item._fields, item, limits, strict=True):
+            if values.shape != (self.seq_len,) or values.dtype.kind not in "iu":
+                raise ConfigError([f"{place} has {name} of shape {values.shape}, {values.dtype}; {expected}"])
+            found = values[(values < 0) | (values >= limit)]
+            found = found[found != IGNORED] if name == "targets" else found
+            if found.size:
+                raise ConfigError([f"{place} has {name} of {found[0]}; expected 0 to {limit - 1}"])
         return Sequence(*(each.astype(np.int64) for each in item))
 
     read = PackedSequences.read
@@ -67,7 +72,6 @@ def open_own(
     sequences = OwnSequences(data, *arguments)
     if not problems and not all(np.array_equal(*pair) for pair in zip(sequences[0], sequences[0], strict=True)):
         problems.append("own.data: sequence 0 differs when it is read again; draw it from the seed and the index")
-    if problems:
-        raise ConfigError(problems)
+    check_all(problems=problems)
     validated = OwnSequences(data.validation, *arguments, pads=True) if validates else None
     return sequences, validated, f"own {type(data).__name__}/{training.seq_len}/{debug.seed}"

@@ -16,12 +16,13 @@ import contextlib
 import json
 import math
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from titanlite.config import ConfigError, Launch
-from titanlite.config.loader import printable
+from titanlite.config.loader import check_all, printable
 from titanlite.config.schema import Comm, Model, Parallelism, Training
 from titanlite.data.documents import text_of
 from titanlite.data.files import read_rows, segment_of
@@ -64,8 +65,7 @@ def _parser() -> Parser:
 def main(argv: list[str]) -> int:
     """Run `titanlite generate`, or one of its ranks under torchrun. Returns the exit status."""
     arguments = _parser().parse_intermixed_args(argv)
-    random = {key: getattr(arguments, key) for key in ("top_k", "top_p", "seed")}
-    random = {key: value for key, value in random.items() if value is not None}
+    random = {key: each for key in ("top_k", "top_p", "seed") if (each := getattr(arguments, key)) is not None}
     if random and not arguments.temperature:
         key, value = next(iter(random.items()))
         problem = f"command line: --{key.replace('_', '-')} = {value}: read only when --temperature is above 0"
@@ -110,7 +110,10 @@ def main(argv: list[str]) -> int:
         for index, (prompt, tokens) in enumerate(zip(prompts, results, strict=True), 1):
             if launch.rank == 0:
                 title = [f"--- prompt {index} of {len(texts)}"] if len(texts) > 1 else []
-                print(*title, printable(continuation(tokenizer, prompt, tokens), "\n\t"), sep="\n", flush=True)
+                text = printable(continuation(tokenizer, prompt, tokens), "\n\t")
+                print(*title, text, sep="\n", flush=True)
+                if not text:
+                    print(f"prompt {index}: the model answered with nothing", file=sys.stderr)
     return 0
 
 
@@ -167,15 +170,12 @@ def check_degree(options: Model, degree: int, launch: Launch, *, expert_parallel
         problems.append(f"--expert-parallel: {what}")
     if n_experts:
         sizes |= {"model.moe.n_experts": n_experts} if expert_parallel else {"model.moe.expert_dim": options.expert_dim}
-    for key, size in sizes.items():
-        if size % degree:
-            problems.append(f"{option}: expected a divisor of {key} = {size}")
+    problems += [f"{option}: expected a divisor of {key} = {size}" for key, size in sizes.items() if size % degree]
     if launch.n_devices and degree > launch.n_devices:
         problems.append(f"{option}: expected at most the {launch.n_devices} devices of this node")
     if launch.world_size not in (1, degree):
         problems.append(f"{option}: torchrun has started {launch.world_size} ranks; start as many as the degree")
-    if problems:
-        raise ConfigError(problems)
+    check_all(problems=problems)
 
 
 @contextlib.contextmanager

@@ -53,11 +53,8 @@ class ModelFolder:
 
     def tokenizer(self, choice: str | None) -> Tokenizer:
         """Return the tokenizer. Raises ConfigError if the tokenizer does not fit the model."""
-        rows = Rows(
-            self.options.vocab_size,
-            str(self.path),
-            "name its own tokenizer with --tokenizer, or train rows for the token first (model.new_tokens)",
-        )
+        advice = "name its own tokenizer with --tokenizer, or train rows for the token first (model.new_tokens)"
+        rows = Rows(self.options.vocab_size, str(self.path), advice)
         return build_tokenizer(self.tokenizer_path(choice)).fit(rows)
 
     def stop_tokens(self, tokenizer: Tokenizer) -> set[int]:

@@ -40,9 +40,8 @@ class Generator:
         longest: int,
         max_new_tokens: int,
     ):
-        self.device, self.max_new_tokens = device, max_new_tokens
+        self.path, self.device, self.max_new_tokens = folder.path, device, max_new_tokens
         self.windows = {layer.sliding_window for layer in folder.options.of_layers()}
-        self.path = folder.path
         self.degree = 1 if mesh is None else mesh.size()
         self.n_sequences, length = self._padded(batch_size), self._padded(longest + max_new_tokens)
         self.model = build_llama(folder.options, max_seq_len=length).to(dtype)
@@ -68,8 +67,7 @@ class Generator:
     ) -> list[list[int]]:
         logits_BV = torch.cat([self._prefill(sequence, prompt) for sequence, prompt in enumerate(prompts)])
         positions = [len(prompt) for prompt in prompts]
-        texts: list[list[int]] = [[] for _ in prompts]
-        running = set(range(len(prompts)))
+        texts, running = [list[int]() for _ in prompts], set(range(len(prompts)))
         for remaining in range(self.max_new_tokens, 0, -1):
             if not logits_BV.isfinite().all():
                 problem = f"{self.path}: the logits are NaN or infinite; expected finite ones"

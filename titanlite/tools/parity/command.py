@@ -86,9 +86,8 @@ def _compare(loaded: LoadedConfig[Config], arguments: Any, *, launched: bool) ->
     if not launched:
         world_size = ranks_wanted(loaded, os.environ, n_devices=0)
         launch = Launch(0, 0, world_size, world_size, n_devices=0)
+        check_memory(loaded.file, world_size)
     config, changes = smaller(loaded, launch, arguments.dtype)
-    if not launched:
-        check_memory(loaded.file, launch.world_size)
     from titanlite.launch.process_group import device_of, process_group
     from titanlite.metrics.summary import describe_mesh
     from titanlite.tools.parity.compare import print_comparison, print_tolerances, tolerances
