@@ -43,8 +43,8 @@ def load(argv: list[str]) -> Config:
 def run(argv: list[str], own: Own | str = "") -> RunResult:
     """Train in this process as `titanlite train` does; under torchrun, every rank must call `run`. No signal handler is
     installed. `argv`: as for `load`; `own`: an Own object, or where to find one, "FILE.py:NAME". Raises ConfigError if
-    the config, data, checkpoint or `own` is wrong, or the config needs more ranks; TrainingError if too many losses are
-    not finite, a checkpoint cannot be written, or another run takes over job.dump_folder."""
+    the config, data, checkpoint or `own` is wrong, or there are too few ranks; TrainingError if too many losses are not
+    finite, a checkpoint cannot be written, or another run takes over job.dump_folder."""
     loaded, signals, lost = config.load(argv, load_own(own)), process.Signals(), list[str]()
     launch, parallelism = Launch.from_environment(torch.cuda.device_count()), loaded.config.parallelism
     ranks = parallelism.ranks_per_shard * max(parallelism.data_parallel_shard_degree, 1)
@@ -82,11 +82,11 @@ def run(argv: list[str], own: Own | str = "") -> RunResult:
 
 def plan(argv: list[str], own: Own | str = "") -> Plan:
     """Return the planned memory and step time of a config on the hardware in section [plan]. Arguments are as for
-    `run`, but an Own object must be from a file. Raises ConfigError as `run` does, and for an unknown plan.device."""
+    `run`, but an Own object must come from a file. Raises ConfigError as `run` does, and for an unknown plan.device."""
     return make_plan(config.load(argv, load_own(own)))
 
 
 def parity(argv: list[str], own: Own | str = "", *, dtype: str = "float64", steps: int = 3) -> dict[str, str]:
     """Compare a standard set of layouts with a single process on this machine's CPUs, as `titanlite parity --all` does.
-    Return a verdict by layout; each verdict begins with equal, DIFFERENT, FAILED or impossible. Raises ConfigError."""
+    Return each layout's verdict, which begins with equal, DIFFERENT, FAILED or impossible. Raises ConfigError."""
     return dict(verdicts(argv, load_own(own), dtype, steps))

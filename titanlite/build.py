@@ -65,7 +65,7 @@ def set_seed(debug: Debug, rank: int) -> None:
     """Seed this rank's generators, and choose deterministic algorithms if debug.deterministic is set."""
     torch.manual_seed(debug.seed + rank)
     if debug.deterministic:
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # NVIDIA's condition for repeatable cuBLAS products
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS computes repeatable products only with this setting
         torch.use_deterministic_algorithms(True)
 
 
@@ -82,7 +82,7 @@ def parameter_sizes(config: Config) -> dict[str, int]:
 
 def build_stage(config: Config, layout: Layout, modules: Collection[str] | None, device: torch.device) -> Llama:
     """Return a stage of the named `modules` (None: all), parallelized over the mesh, on the meta device. Raises
-    ConfigError if the device lacks float8 or int8, no layer can use the enabled one, or the user's block is wrong."""
+    ConfigError if the device lacks the enabled float8 or int8, no layer can use it, or the user's block is wrong."""
     parallelism, training = config.parallelism, config.training
     stage = meta_model(config, modules)
     config.own.prepare(stage, config.model, training, parallelism)
@@ -106,7 +106,7 @@ def build_stage(config: Config, layout: Layout, modules: Collection[str] | None,
 
 
 def build_model(config: Config, layout: Layout, device: torch.device) -> tuple[Llama, dict[int, Llama]]:
-    """Return Run's `model` and its `stages`, sharded and with initial weights."""
+    """Return the `model` and the `stages` of a Run, sharded and with initial weights."""
     schedule, degree = config.parallelism.pipeline_parallel_schedule, config.parallelism.pipeline_parallel_degree
     modules_of_stages = stage_modules(config) if degree > 1 else [None]
     ranks = rank_of_stage(schedule, degree, len(modules_of_stages))
@@ -151,7 +151,7 @@ def build_train_step(run: Run, groups: OneGroup | None = None) -> TrainStep:
             compiles=config.compile.enable,
             validates=config.validation.enable,
         )
-    # Several ranks work on the same tokens; only the first tp rank of the last pipeline stage adds up their losses.
+    # Several ranks process the same tokens; only the first tp rank of the last pipeline stage adds up the losses.
     contributes_loss = model.output is not None and layout.mesh.get_local_rank("tp") == 0
     return TrainStep(
         model,
@@ -267,7 +267,7 @@ def data_share(config: Config, layout: Layout) -> Share:
 
 def build_loader(run: Run, sequences: Sequences | Mixture, state: dict[str, Any] | None, last_step: int = 0) -> Loader:
     """Return the loader of this rank's batches. `state`: the loader's state in a checkpoint of step `last_step`; None:
-    begin with the first batch. Raises ConfigError if a mixture's datasets are used up before the last step."""
+    begin with the first batch. Raises ConfigError if a mixture's datasets end before the last step."""
     config = run.config
     if config.training.datasets:
         sequences.check(state, (config.training.steps - last_step) * config.training.global_batch_size)
@@ -329,7 +329,7 @@ def build_validator(run: Run, train_step: TrainStep) -> Validator:
 def add_observers(
     run: Run, train_step: TrainStep, loader: Loader, guard: StepGuard, checkpoints: NoCheckpoints, log: metrics.Logger
 ) -> None:
-    """Add the observers that a config enables to a train step. Raises ConfigError if a prompt exceeds a sequence."""
+    """Add to `train_step` the observers that a config enables. Raises ConfigError if a prompt is too long."""
     config, layout, optimizer = run.config, run.layout, run.optimizer
     training, validation, observers = config.training, config.validation, train_step.observers
     observers += [config.own.metrics(train_step)] if config.own.metrics else []

@@ -1,5 +1,5 @@
 """Build the model that the [model] options ask for: choose latent attention, norms over all heads, attention sinks and
-experts. They are not in build.py, to avoid an import cycle: modules that build.py imports need a model's shapes."""
+experts. This code is not in build.py, to avoid an import cycle: modules that build.py imports call it."""
 
 from collections.abc import Callable, Collection
 
@@ -13,7 +13,7 @@ from titanlite.model import Attention, Block, FeedForward, Llama
 def build_llama(
     model: Model, *, max_seq_len: int, modules: Collection[str] | None = None, block: Callable[..., Block] | None = None
 ) -> Llama:
-    """Build a model on the meta device. `modules`: names (None: all); `block`: a function in place of build_block."""
+    """Build a model on the meta device from the named `modules` (None: all). `block`, if set, replaces build_block."""
     with torch.device("meta"):
         return Llama(model, block or build_block, max_seq_len=max_seq_len, modules=modules)
 

@@ -30,10 +30,10 @@ def _generator(seed: int, name: str, device: torch.device) -> torch.Generator:
 @torch.no_grad()
 def init_weights(model: Llama, *, seed: int, n_layers: int, device: torch.device) -> None:
     """Fill every parameter, a plain tensor or a DTensor of any placement, of a materialized model or stage. `n_layers`:
-    the layers of the full model. `device` draws float32 numbers; CPU and CUDA draw different numbers."""
+    number of layers of the full model. `device` draws float32 numbers, which differ between CPU and CUDA."""
     for name, parameter in model.named_parameters():
         std = STD / math.sqrt(2 * n_layers) if name.endswith(RESIDUAL_OUTPUTS) else STD
-        if parameter.dim() > 2 and not name.endswith(".lora_b"):  # each expert has a generator, seeded by its number
+        if parameter.dim() > 2 and not name.endswith(".lora_b"):  # each expert's generator is seeded by its number
             (first, *offsets), (n_local, *sizes) = shard_slice(parameter)
             of_expert = Slice(tuple(offsets), tuple(sizes)).indices
             for index in range(n_local):

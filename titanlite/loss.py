@@ -88,9 +88,9 @@ def chunked_cross_entropy(
     """Return the sum of the token losses, a scalar. `x_ND` is the input of the output head, `weight_VD` its weight.
 
     With several chunks, the forward computes each chunk's gradients along with its loss, so that the logits of only one
-    chunk exist at any time and none is recomputed (as in Liger-Kernel, arXiv:2410.10989). If `weight_VD` is a DTensor,
-    sharded over the vocabulary, x_ND is a DTensor that is replicated over the same ranks. `loss_parallel` leaves the
-    logits sharded over the vocabulary. `record` gets the token losses, [N], and the targets."""
+    chunk exist at any time and no logits are recomputed (as in Liger-Kernel, arXiv:2410.10989). If `weight_VD` is a
+    DTensor, sharded over the vocabulary, x_ND is a DTensor that is replicated over the same ranks. `loss_parallel`
+    leaves the logits sharded over the vocabulary. `record` is called with the token losses, [N], and the targets."""
     mesh = None
     if isinstance(weight_VD, DTensor):
         mesh = weight_VD.device_mesh

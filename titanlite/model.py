@@ -26,7 +26,7 @@ from titanlite.rope import apply_rotary_emb, rope_table
 @dataclasses.dataclass(frozen=True, eq=False)
 class Documents:
     """Tells which tokens of a packed sequence belong to the same document: a token attends only within its document.
-    fully_shard moves tensors to the device, but not an object of this class: attention reads it on the host."""
+    fully_shard moves tensors to the device, but not a tensor in this object, which attention reads on the host."""
 
     positions_BT: Tensor
     """Position of each token in its document, int64 in host memory."""
@@ -156,7 +156,7 @@ class Block(nn.Module):
 
 
 class Output(nn.Linear):
-    """The output head computes logits or, given targets, the loss, so that only some logits exist at a time."""
+    """The output head computes logits or, given targets, the loss. For the loss, only some logits exist at a time."""
 
     loss: Callable[[Tensor, Tensor, Tensor], Tensor]
     """Function (x_ND, weight, targets_N) -> scalar loss, which must be set before `forward` gets targets."""
@@ -167,10 +167,10 @@ class Output(nn.Linear):
 
 
 class Llama(nn.Module):
-    """The full model, or a pipeline stage, which lacks layers and may have no `tok_embeddings`, `norm` or `output`.
-    build_llama.py builds a Llama on the meta device, `materialize` gives it memory, and init.py draws its weights.
-    `max_seq_len`: positions of the rotary table. `build_block`: returns the block of a layer by its number. `modules`:
-    names of the modules to build (tok_embeddings, layers.N, norm, output); None: all."""
+    """The full model, or a pipeline stage, which lacks some layers and may have no `tok_embeddings`, `norm` or
+    `output`. build_llama.py builds a Llama on the meta device, `materialize` gives it memory, and init.py draws its
+    weights. `max_seq_len`: number of positions in the rotary table. `build_block`: returns the block of a layer by its
+    number. `modules`: names of the modules to build (tok_embeddings, layers.N, norm, output); None: all."""
 
     def __init__(
         self,
@@ -203,7 +203,7 @@ class Llama(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """If embeddings are tied, let the output head use the embedding's weight. Repeat if a weight is replaced."""
+        """Let the output head use the embedding's weight if they are tied. Call this again if a weight is replaced."""
         if self.tied:
             self.output.weight = self.tok_embeddings.weight
 

@@ -35,7 +35,7 @@ def build_adam(groups: list[dict[str, Any]], optimizer: Optimizer, name: str) ->
 def lr_factor(step: int, lr_scheduler: LRScheduler) -> float:
     """Return the factor on the peak learning rate at a step, counted from 1. The learning-rate schedule is
     warmup-stable-decay (WSD, arXiv:2404.06395; sqrt decay: arXiv:2405.18392). The last warmup step has factor 1. The
-    decay reaches min_lr_factor one step after total_steps, so even min_lr_factor = 0 gives no learning rate of 0."""
+    decay reaches min_lr_factor one step after total_steps, so no step has a rate of 0, even if min_lr_factor = 0."""
     warmup_steps, total_steps = lr_scheduler.warmup_steps, lr_scheduler.total_steps
     decay_ratio = lr_scheduler.decay_ratio
     decay_steps = max(total_steps - warmup_steps, 0) if decay_ratio == -1 else round(total_steps * decay_ratio)
@@ -85,8 +85,8 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 
 
 def scales_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer's `step` itself scales gradients and skips updates, as its attributes grad_scale and
-    found_inf say. False for float64 weights: the fused step would round the factor to float32."""
+    """Return whether an optimizer's `step` itself scales gradients and skips updates, according to the optimizer's
+    attributes grad_scale and found_inf. False for float64 weights: the fused step would round the factor to float32."""
     in_float64 = optimizer.param_groups[0]["params"][0].dtype == torch.float64
     return getattr(optimizer, "_step_supports_amp_scaling", False) and not in_float64
 

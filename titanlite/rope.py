@@ -16,7 +16,7 @@ def rope_frequencies(model: Model, length: int) -> Tensor:
     rope_original_seq_len / rope_low_freq_factor, keeps wavelengths below rope_original_seq_len / rope_high_freq_factor,
     and blends between (Llama 3.1 model card and reference code). "yarn" (arXiv:2309.00071) is as "llama3" with
     rope_beta_slow and rope_beta_fast as the two factors, but it blends by a pair's index, not its wavelength.
-    "longrope" (arXiv:2402.13753) has two factors per pair, for a `length` up to and above rope_original_seq_len."""
+    "longrope" (arXiv:2402.13753) has a factor per pair up to a `length` of rope_original_seq_len, and another above."""
     dim, scaling = model.rope_dim, model.rope_scaling_factor
     frequency = model.rope_theta ** -(torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim)
     if scaling == 1:
@@ -37,7 +37,7 @@ def rope_frequencies(model: Model, length: int) -> Tensor:
 
 def _yarn_ramp(model: Model) -> Tensor:
     """Return the share of YaRN's stretching that each pair of channels gets, from 0 to 1, [R/2] in float64. The ramp
-    begins and ends at whole indices of pairs, as in the paper's code, unless rope_yarn_truncate = false."""
+    begins and ends at integer pair indices, as in the paper's code, unless rope_yarn_truncate = false."""
 
     def pair_with(periods: float) -> float:  # fractional index of the pair with `periods` turns in the original length
         wavelength = model.rope_original_seq_len / periods
@@ -65,7 +65,7 @@ def rope_magnitude(model: Model) -> float:
 
 def rope_table(model: Model, length: int, dtype: torch.dtype, angle_dtype: torch.dtype = torch.float64) -> Tensor:
     """Return cos and sin of position * frequency, times rope_magnitude, [length, K/2, 2], in float32 or better.
-    Unrotated channels come last: cos 1, sin 0. `angle_dtype` float32 is inaccurate for positions in the millions."""
+    Unrotated channels come last (cos 1, sin 0). `angle_dtype` float32 is inaccurate for positions in the millions."""
     frequencies, magnitude = rope_frequencies(model, length).to(angle_dtype), rope_magnitude(model)
     angles = torch.outer(torch.arange(length, dtype=angle_dtype, device="cpu"), frequencies)
     table = magnitude * torch.stack((angles.cos(), angles.sin()), dim=-1)
@@ -81,6 +81,6 @@ def apply_rotary_emb(x_BTHK: Tensor, rope_TK2: Tensor) -> Tensor:
     if torch.compiler.is_compiling():  # inductor has no complex kernels, but fuses these real operators into one
         (cos, sin), signs = cos_sin.unsqueeze(-1).unbind(-2), 2 * torch.arange(2, device=pairs.device) - 1
         rotated = pairs * cos + pairs.flip(-1) * (sin * signs)
-    else:  # the complex product is one pass over memory; the operators above are seven in eager mode
+    else:  # a complex product is one pass over memory; in eager mode, the operators above are seven
         rotated = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.view_as_complex(cos_sin))
     return rotated.flatten(-2).to(x_BTHK.dtype)

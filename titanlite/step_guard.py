@@ -1,6 +1,6 @@
 """Skip updates whose loss or gradients are not finite or are outliers, and adapt the loss scale of float16. The device
-decides whether to skip, the same on all ranks, so that the host can queue the optimizer step without waiting. The host
-reports a skipped update later, when it has read the loss and the gradient norm."""
+decides whether to skip, with the same result on all ranks, so that the host can queue the optimizer step without
+waiting. The host reports a skipped update later, when it has read the loss and the gradient norm."""
 
 import math
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ class Confirming(Protocol):
     """The methods of a Checkpointer that StepGuard calls."""
 
     def confirm(self, step: int) -> None:
-        """Record that the loss of a step was finite, so that checkpoints of earlier steps are confirmed as good."""
+        """Record that the loss of a step was finite, which confirms that checkpoints of earlier steps are good."""
 
     def after_divergence(self) -> str:
         """Rename the checkpoints whose weights gave no finite loss, and return text for the error message."""
@@ -31,7 +31,7 @@ class Owner(Protocol):
         """Return the object's state as plain JSON, under a single key."""
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore the object from the state of a checkpoint. Raises ConfigError if its entry is damaged."""
+        """Restore the object from the state of a checkpoint. Raises ConfigError if the object's entry is damaged."""
 
 
 class LossScale(Owner, Protocol):
@@ -78,7 +78,7 @@ class StepGuard:
     def settle(self, step: int, loss: float, norm: float, own_loss_sum: Tensor, checkpoints: Confirming) -> None:
         """Record a step's loss and gradient norm, and print a line if the update was skipped. `own_loss_sum`: the sum
         of this rank's token losses, to name the ranks without a finite loss in errors. Raises TrainingError if more
-        steps than training.nonfinite_steps_allowed had no finite loss or norm, or a full window were outliers."""
+        steps than training.nonfinite_steps_allowed had no finite loss or norm, or too many steps were outliers."""
         scale = self._loss_scale
         overflowed = scale is not None and math.isfinite(loss) and not math.isfinite(norm)
         if overflowed and scale.value > 1:

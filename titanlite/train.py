@@ -60,7 +60,7 @@ def train(config: Config, launch: Launch, signals: process.Signals) -> dict[str,
     meter, logger = build.build_metrics(config, launch, device, sizes)
     log_rank0(run_summary(config, sum(sizes.values()), data.train, data.validation, meter.peak.source, stages))
 
-    # Load the newest checkpoint; without one, load checkpoint.initial_load_path or leave the initial weights.
+    # Load the newest checkpoint; without one, load checkpoint.initial_load_path or keep the initial weights.
     checkpoints = build.build_checkpoints(run)
     saved = checkpoints.begin(config.model, config.debug.seed)
     guard.load(saved)
@@ -88,7 +88,7 @@ def train(config: Config, launch: Launch, signals: process.Signals) -> dict[str,
                 mark("updating the weights")
 
             # One small all-reduce gives every rank the loss, and tells whether any rank was asked to stop or to save.
-            # All ranks take the update, or none. The host reads the loss later, so that the device need not wait.
+            # All ranks or none take the update. The host reads the loss later, so that the device need not wait.
             totals = groups.totals(loss_sum, valid, parameters, signals, *loader.step_counts)
             if totals is None:  # a replica group failed: the other groups repeat this step
                 optimizer.zero_grad()

@@ -23,7 +23,7 @@ class Runner(Protocol):
     """Runs a model, or the stages of a pipeline: a SingleStageRunner or a PipelineRunner."""
 
     def prepare(self, batch: Batch) -> None:
-        """Before the first step, compile the stages of a pipeline with one batch. Later calls do nothing."""
+        """Compile the stages of a pipeline on one batch, before the first step. Later calls do nothing."""
 
     def forward_backward(self, batch: Batch, valid: Tensor) -> Tensor:
         """Add the gradient of (sum of this batch's token losses) / valid to the parameters, and return the sum."""
@@ -51,7 +51,7 @@ class Totals(NamedTuple):
     """The results of a step, on the device, the same on every rank."""
 
     numbers: Tensor
-    """Float64: mean loss, gradient norm, numbers of ranks that were asked to stop and to save, and sums of counts."""
+    """Float64: mean loss, gradient norm, numbers of ranks asked to stop and asked to save, and a sum for each count."""
 
     @property
     def norm(self) -> Tensor:
@@ -82,13 +82,13 @@ class SavedState(Protocol):
 
 
 class OneGroup:
-    """Yields the steps and sums over ranks for a run whose ranks are one group. A run of replica groups, which may
-    fail, uses Replicas instead (techniques/replicas/)."""
+    """Yields the numbers of a run's steps, and sums over its ranks, which form one group. A run of replica groups,
+    which may fail, uses Replicas instead (techniques/replicas/)."""
 
     def begin(
         self, last_step: int, saved: Mapping[str, Any], state: SavedState, abandon: Callable[[int], None]
     ) -> None:
-        """Begin after `last_step`, before `steps` is called. `saved`: the state in that step's checkpoint, or {}.
+        """Prepare for steps after `last_step`; called before `steps`. `saved`: state in that step's checkpoint, or {}.
         Replica groups use `state` to exchange the run's state, and `abandon(step)` to remove metrics of later steps."""
 
     def steps(self, last_step: int, last: int) -> Iterable[int]:
@@ -162,7 +162,7 @@ class TrainStep:
     parallelism: Parallelism
     device: torch.device
     contributes_loss: bool
-    """Whether sums include this rank's tokens and losses: true for one of the ranks that have the same tokens."""
+    """Whether sums include this rank's tokens and losses: true for only one of the ranks that have the same tokens."""
     max_norm: float
     """The global gradient norm to which gradients are clipped."""
     balance: Balance | None = None
@@ -187,7 +187,7 @@ class TrainStep:
 
         The global loss is the sum of all token losses divided by the number of valid tokens. Tokens of all ranks and
         accumulation steps are counted first; each token's loss is divided by the global count, and gradients are only
-        summed. `loss_scale`: the loss's factor in the backward; gradients are divided by it. Return float64 device
+        summed. `loss_scale`: the factor on the loss in the backward; gradients are divided by it. Return float64 device
         scalars: the sum of this rank's token losses in nats (0 without `contributes_loss`), and the global token count.
         """
         if self.balance:

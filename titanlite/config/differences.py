@@ -29,6 +29,6 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tup
 
 
 def shown(value: Any) -> str:
-    """Return a value in TOML syntax. A text over 100 characters is cut, and a hash of the full text is appended."""
+    """Return a value in TOML syntax. A text over 100 characters is cut short, and a hash of the full text added."""
     text = "unset" if value is None else show(value)
     return text if len(text) <= 100 else f"{text[:97]}... ({xxhash.xxh3_64_hexdigest(text.encode())[:8]})"

@@ -27,7 +27,7 @@ ATTENTION_BACKENDS_ON_CUDA = {
 }
 """The attention backends that support each data type of a model; the first backend is the default."""
 LEAST_OPEN_FILES = 256
-"""Fewest open files that a process needs: up to 64 shards of each token cache, and connections."""
+"""Minimum number of open files that a process needs: up to 64 shards of each token cache, and connections."""
 MOST_CHUNKS = 4096  # upper bound on training.loss_chunks, since a rank computes chunks sequentially
 CUDNN_SWITCH = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
 
@@ -108,7 +108,7 @@ def check(loaded: LoadedConfig[Config], launch: Launch) -> Config:
 
 
 def _shard_degree(config: Config, world_size: int, reject: Rejections) -> int:
-    """Return the degree of FSDP; -1 becomes the one that fits. Reject degrees whose product is not the world size."""
+    """Return the degree of FSDP, with -1 resolved. Reject degrees whose product is not the world size."""
     shard, product = config.parallelism.data_parallel_shard_degree, config.parallelism.ranks_per_shard
     names = {PIPELINE: "pipeline", REPLICATE: "replicate", CONTEXT: "context", TENSOR: "tensor"}
     degrees = {key: f"{name} {value_of(config, key)}" for key, name in names.items() if value_of(config, key) > 1}
@@ -150,8 +150,8 @@ def resolve(config: Config, shard_degree: int, *, on_cuda: bool) -> Config:
 
 
 def resolve_epochs(config: Config, sequences: Any = None) -> Config:
-    """Return a config with training.epochs, if set, converted to steps (an epoch: `sequences.n_sequences`), and lengths
-    of learning-rate schedule and warmup. Raises ConfigError if the epochs give too few or too many steps."""
+    """Return a config with the lengths of schedule and warmup, and with training.epochs, if set, converted to steps (an
+    epoch has `sequences.n_sequences` sequences). Raises ConfigError if the epochs give too few or too many steps."""
     training, lr_scheduler, steps = config.training, config.lr_scheduler, config.training.steps
     if training.epochs:
         least = config.ema.start_step if config.ema.decay else 1
@@ -200,7 +200,7 @@ def _attention_backend(config: Config, param: str, on_cuda: bool) -> str:
 
 def loss_chunks(tokens: int, vocabulary: float) -> int:
     """Return into how many chunks the loss splits `tokens` tokens, so that each has at most 2 GiB of float32 logits.
-    Equal chunks need one compilation, so up to twice the least number is chosen. `vocabulary`: rank's part."""
+    Chunks of equal size compile once, so up to twice the minimum is chosen. `vocabulary`: size of this rank's shard."""
     least = math.ceil(tokens * vocabulary * 4 / 2**31)
     return next((n for n in range(least, 2 * least) if tokens % n == 0), least)
 

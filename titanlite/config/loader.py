@@ -33,7 +33,7 @@ OWN_MESSAGE = "own message"
 """pydantic type of errors that titanlite raises itself, whose message is shown unchanged."""
 DEEPEST = 32  # deepest nesting of a TOML file, in levels; a config has five levels
 FAR = 4096
-"""Upper bounds from this value on are technical limits, which error messages do not name unless exceeded."""
+"""Upper bounds of this value or more are technical limits; error messages name them only if they are exceeded."""
 TYPES = {"boolean": "true or false", "integer": "an integer", "number": "a finite number", "string": "a string"}
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 """Words for the types and bounds of JSON Schema."""
@@ -47,9 +47,9 @@ class Section(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True)
     alternatives: ClassVar[dict[str, tuple[str, ...]]] = {}
-    """Options that an option on the command line replaces in a file, by `section.key`."""
+    """For each option (`section.key`), the options in a file that it replaces if it is set on the command line."""
     copies: ClassVar[dict[str, tuple[str, str]]] = {}
-    """(section, key) of the option that it also replaces, in a file that gives both options the same value."""
+    """For an option, the (section, key) of another one that it also replaces if a file gives both the same value."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -120,7 +120,7 @@ class LoadedConfig(Generic[Options]):
     origins: dict[str, str]  # config file's name or COMMAND_LINE, for each `section.key` that was set
 
     def lines(self, rejections: Rejections, ignored: set[str] = frozenset()) -> list[str]:
-        """Return a line per rejection. If a rule has read a key in `ignored`, its rejection is left out."""
+        """Return a line per rejection. A rejection is left out if its rule has read a key in `ignored`."""
         lines = []
         for key, message, reads in rejections:
             if not ignored & reads:
@@ -222,8 +222,8 @@ def read_toml(file: str) -> dict[str, Any]:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse TOML. Raises ValueError or RecursionError if the text is invalid or nested deeper than DEEPEST. In dotted
-    keys, the limit bounds tomllib's time, which grows with the square of their parts."""
+    """Parse TOML. Raises ValueError or RecursionError if the text is invalid or nested deeper than DEEPEST. For dotted
+    keys, the limit bounds tomllib's time, which is quadratic in the number of parts."""
 
     def depth(value: Any) -> int:
         inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -277,7 +277,7 @@ def _override(kind: type[Section], arguments: list[str], values: dict[str, Any],
 
 
 def _parse(text: str, option: Any) -> Any:
-    """Parse an argument as TOML. Return its text if it is not TOML, or not a string although the option is."""
+    """Parse an argument as TOML. Return the text itself if this fails, or gives no string for a string option."""
     with contextlib.suppress(ValueError, RecursionError):
         parsed = parse_toml(f"value = {text}")
         value = parsed["value"]
@@ -296,7 +296,7 @@ def _validate(
         try:
             return kind.model_validate(good), bad_keys, [*lines.values()]
         except ValidationError as error:
-            entries = sorted(error.errors(), key=lambda entry: len(entry["loc"]) > 1)  # whole sections' errors first
+            entries = sorted(error.errors(), key=lambda entry: len(entry["loc"]) > 1)  # errors of entire sections first
         found = [(*_place(kind, entry["loc"]), entry) for entry in entries]
         is_set = [each for each in found if _is_set(good, each[0])]
         for place, section, field, entry in is_set or found:
@@ -318,7 +318,7 @@ def _is_set(values: Any, place: Place) -> bool:
 
 
 def _place(kind: type[Section], loc: Place) -> tuple[Place, type[Section], Any]:
-    """Return the path to the option of a pydantic error's location (without appended list items and union branches),
+    """Return the path to the option at a pydantic error's location (without appended list items and union branches),
     the section that contains the option, and the option's field (None for an unknown key)."""
     inner: type[Section] | None = kind
     for number, name in enumerate(loc):
@@ -377,7 +377,7 @@ ANSWERS = {"metrics.enable_wandb": "examples/follow_metrics.py passes metrics.js
 
 
 def _hint(kind: type[Section], section: str, key: str = "") -> str:
-    """Return a hint for a wrong section or key: a similar name, a key whose word begins so, or the key elsewhere."""
+    """Return a hint: a similar name, a key with a word that begins like `key`, or `key` in another section."""
     if f"{section}.{key}" in ANSWERS:
         return f"; {ANSWERS[f'{section}.{key}']}"
     keys = [option.rpartition(".")[::2] for option in options_of(kind)]
@@ -416,7 +416,7 @@ def show(value: Any) -> str:
 
 
 def expectation(option: Any, value: Any = None) -> str:
-    """Describe the values that an option accepts. Upper bounds from FAR on are told only if `value` exceeds them."""
+    """Describe the values that an option accepts. Upper bounds >= FAR are named only if `value` exceeds them."""
     return _expectation(TypeAdapter(Annotated[option.annotation, option]).json_schema(), value)
 
 

@@ -1,4 +1,4 @@
-"""The parts of a run that a user may replace by own code (docs/extend.md). This module does not import torch."""
+"""The parts of a run that users may replace by their own code (docs/extend.md). This module does not import torch."""
 
 import dataclasses
 import importlib

@@ -66,7 +66,7 @@ class Job(Section):
 
 
 def identity_of(section: Section, later: Collection[str], exclude: set[str] = frozenset()) -> dict[str, Any]:
-    """Return a section as plain JSON. Keys in `later`, which older checkpoints lack, are left out at their default."""
+    """Return a section as plain JSON, without keys in `later` (which older checkpoints lack) that have the default."""
     values, fields = section.model_dump(exclude=exclude), type(section).model_fields
     return {key: value for key, value in values.items() if key not in later or value != fields[key].default}
 
@@ -86,8 +86,8 @@ class Moe(Section):
     router_bias: bool = False
     """Whether the router's logits have a bias, a trained weight (gpt-oss)."""
     swiglu_limit: NotNegative = 0.0
-    """Bound b in the experts' SwiGLU (gpt-oss, arXiv:2508.10925): the gate x is at most b, the other projection y in -b
-    to b, and the product x sigmoid(swiglu_alpha x) (y + 1); 0: silu(x) y without bounds."""
+    """Bound b in the experts' SwiGLU (gpt-oss, arXiv:2508.10925): the gate x is at most b, the other projection y is in
+    -b to b, and the product is x sigmoid(swiglu_alpha x) (y + 1); 0: silu(x) y without bounds."""
     swiglu_alpha: Positive = 1.702
     """Factor in the activation of experts with swiglu_limit."""
     n_shared_experts: CountOrZero = 0
@@ -112,7 +112,7 @@ class Moe(Section):
     """Balance the experts' load without a loss (arXiv:2408.15664): the router chooses by scores to which each expert's
     bias is added. The biases are saved in checkpoints."""
     balance_bias_rate: NotNegative = 0.001
-    """Amount that each optimizer step adds to the bias of experts below the mean load, and subtracts above it."""
+    """Amount by which each optimizer step raises the bias of experts below the mean load, and lowers it above."""
     balance_loss_weight: NotNegative = 0.0
     """Weight of the auxiliary loss of each layer with E experts: E times the sum over experts of an expert's share of
     the load (in the previous step) times its mean score (in this step), 1 if balanced (arXiv:2101.03961)."""
@@ -470,7 +470,7 @@ class Training(DatasetOptions):
     """A mixture of datasets, each in a table [[training.datasets]]. Weights, token budgets or sizes of the datasets
     determine a fixed order of sequences. After a dataset is used up, the mixture consists of the other datasets."""
     change_mixture_on_resume: bool = False
-    """Allow a resumed run to have another mixture than its checkpoint; each dataset continues where it stopped."""
+    """Allow a resumed run's mixture to differ from its checkpoint's; each dataset continues where it stopped."""
     streaming: bool = False
     """Read and tokenize documents during training instead of tokenizing the full dataset before it."""
     streaming_shards: Count = 64
@@ -504,7 +504,7 @@ class Training(DatasetOptions):
     max_norm: Positive = 1.0
     """Gradient clipping: gradients with a larger global norm are scaled down to this norm."""
     nonfinite_steps_allowed: CountOrZero = 0
-    """Steps that the run may skip because the loss or gradient norm is not finite; the next such step stops it."""
+    """Steps that the run may skip because the loss or gradient norm is not finite; the next such step ends the run."""
     skip_outlier_sigma: NotNegative = 0.0
     """Skip steps whose gradient norm exceeds the recent mean by this many standard deviations; 0: skip none."""
     outlier_window: Annotated[int, Field(ge=4, le=MOST_ITEMS)] = 128
@@ -534,7 +534,7 @@ class Training(DatasetOptions):
 class Optimizer(Section):
     name: Literal["AdamW", "Adam", "Muon"] = "AdamW"
     """AdamW decouples weight decay from the gradient; Adam adds it to the gradient; Muon orthogonalizes the momentum of
-    the layers' matrices, and updates all other weights as AdamW, at the same learning rate."""
+    the layers' matrices, and updates all other weights as AdamW does, at the same learning rate."""
     lr: Positive = 8e-4
     """Peak learning rate."""
     beta1: Fraction = 0.9
@@ -600,7 +600,7 @@ class Parallelism(Section):
     """The world size is the product of the degrees, from the outermost: pp x dp_replicate x dp_shard x cp x tp."""
 
     data_parallel_replicate_degree: Ranks = 1
-    """Replicas of the sharded model. Above 1 with a shard degree above 1: hybrid sharding (HSDP)."""
+    """Number of replicas of the sharded model. Above 1 with a shard degree above 1: hybrid sharding (HSDP)."""
     data_parallel_shard_degree: Union[Literal[-1], Ranks] = -1
     """FSDP: a weight is sharded over this number x context-parallel ranks; -1: world size / other degrees."""
     fsdp_reshard_after_forward: Union[
@@ -613,37 +613,37 @@ class Parallelism(Section):
     """When gradients are reduced: in every gradient accumulation step (ZeRO-2, ZeRO-3: gradients are sharded), or in
     the last only (ZeRO-1, replicate: less communication, but gradients are unsharded)."""
     fsdp_forward_prefetch: CountOrZero = 0
-    """Blocks whose weights are gathered during an earlier block's forward; 0: FSDP's default, on CUDA one block."""
+    """Number of blocks whose weights are gathered during an earlier block's forward; 0: FSDP's default, 1 on CUDA."""
     fsdp_backward_prefetch: CountOrZero = 0
-    """Blocks whose weights are gathered during an earlier block's backward; 0: FSDP's default, one block."""
+    """Number of blocks whose weights are gathered during an earlier block's backward; 0: FSDP's default, one block."""
     tensor_parallel_degree: Ranks = 1
-    """Ranks that shard each layer's heads, channels and vocabulary, and, between the layers, the sequence."""
+    """Number of ranks that shard each layer's heads, channels and vocabulary, and the sequence between layers."""
     disable_loss_parallel: bool = False
     """Gather the logits of tensor-parallel ranks instead of computing the loss from shards of the vocabulary."""
     enable_async_tensor_parallel: bool = False
     """Overlap tensor parallelism's collectives with its matrix products. Needs CUDA and compile.enable."""
     pipeline_parallel_degree: Ranks = 1
-    """Ranks that the layers are partitioned over."""
+    """Number of ranks that the layers are partitioned over."""
     pipeline_parallel_schedule: Literal[get_args(Schedule)] = "1F1B"  # type: ignore[valid-type]
     """Order in which a pipeline's ranks run forwards and backwards of microbatches."""
     pipeline_parallel_microbatch_size: Count = 1
     """Number of sequences in a microbatch of a pipeline; it divides local_batch_size."""
     pipeline_parallel_stages_per_rank: Union[Literal[-1], Count] = -1
-    """Stages per rank under a schedule that has several; -1: 2, or 1 under GPipe and 1F1B."""
+    """Number of stages per rank under a schedule that has several; -1: 2, or 1 under GPipe and 1F1B."""
     pipeline_parallel_balance: Literal["layers", "parameters"] = "layers"
     """Quantity that is balanced between the stages of a pipeline."""
     pipeline_parallel_first_stage_less_layers: CountOrZero = 0
     """Number of layers that the embedding counts as, when stages are balanced by layers."""
     pipeline_parallel_last_stage_less_layers: Union[Literal[-1], CountOrZero] = -1
-    """Number of layers that the output head counts as, when stages are balanced by layers; -1: by its operations."""
+    """Number of layers that the output head counts as, when stages are balanced by layers; -1: from its FLOPs."""
     module_fqns_per_model_part: list[list[str]] = Field(default=[])
     """Modules of each stage, in order (tok_embeddings, layers.0, ..., norm, output); empty: stages are balanced."""
     context_parallel_degree: Ranks = 1
-    """Ranks that each sequence is split over."""
+    """Number of ranks that each sequence is split over."""
     context_parallel_ulysses_degree: Ranks = 1
     """Size of the groups of context-parallel ranks that use Ulysses (all-to-all over heads); the groups form a ring."""
     expert_parallel_degree: Ranks = 1
-    """Ranks that a layer's experts are partitioned over; dp_shard x cp x tp / this degree ranks shard each expert."""
+    """Number of ranks that experts are partitioned over; dp_shard x cp x tp / this degree ranks shard each expert."""
 
     @property
     def n_stages(self) -> int:
@@ -779,7 +779,7 @@ class Validation(Section):
     freq: Count = 100
     """Steps between validations; the last step is always validated."""
     steps: Union[Literal[-1], Count] = 16
-    """Most global batches that a validation reads, each as large as a training step's; -1: the full split."""
+    """Maximum number of global batches that a validation reads, each of a training step's size; -1: the full split."""
     fraction: Fraction = 0.05
     """Fraction of documents in the validation split, if no split or path is set; training never reads them."""
     dataset_path: PathText = ""
@@ -789,7 +789,7 @@ class Validation(Section):
     generate_prompts: list[str] = Field(default=[])
     """Prompts that are continued greedily after each validation; the texts are logged, also in TensorBoard."""
     generate_tokens: Count = 32
-    """Most tokens that continue a prompt, until EOS. Each token costs a forward of local_batch_size sequences."""
+    """Maximum number of tokens after a prompt, until EOS. Each costs a forward of local_batch_size sequences."""
 
 
 class Profiling(Section):
@@ -812,7 +812,7 @@ class Comm(Section):
     train_timeout_seconds: Count = 100
     """After the first step: seconds without a sign of life or progress from a rank after which the run ends."""
     trace_buf_size: CountOrZero = 20_000
-    """Collectives that NCCL's flight recorder keeps and dumps after a timeout; 0 disables it."""
+    """Number of collectives that NCCL's flight recorder keeps and dumps after a timeout; 0 disables it."""
 
 
 class FaultTolerance(Section):
@@ -826,7 +826,7 @@ class FaultTolerance(Section):
     group_size: CountOrZero = 0
     """Number of groups that the global batch is divided among, whether they run or not."""
     min_replica_size: Count = 1
-    """Fewest participating groups that take a step. Fewer groups wait for more to join."""
+    """Minimum number of participating groups that take a step. Fewer groups wait for more to join."""
     process_group_timeout_ms: Count = 10_000
     """Milliseconds after which a collective between groups counts as failed; its step is then taken again."""
 
@@ -957,7 +957,7 @@ class Config(Section):
 
 
 def _with_value(section: Any, item: tuple[str, Any]) -> Any:
-    """Return a copy of a section with a new value of `key`, or of `key` in the subsection `name` (`name__key`)."""
+    """Return a copy of a section with the new value in `item`: (key, value), or (subsection__key, value)."""
     (name, _, key), value = item[0].partition("__"), item[1]
     value = _with_value(getattr(section, name), (key, value)) if key else value
     return section.model_copy(update={name: value})

@@ -24,15 +24,15 @@ def module_names(n_layers: int) -> list[str]:
 
 def split_into_stages(names: Sequence[str], costs: Sequence[float], n_stages: int) -> list[list[str]]:
     """Split modules into consecutive stages so that the most expensive stage is as cheap as possible; among such
-    splits, choose the smallest sum of the stages' squared costs. `names` and `costs` (any unit) describe the modules in
-    order. Each stage gets at least one module named "layers.N". Raises ValueError for fewer layers than stages."""
+    splits, minimize the sum of the stages' squared costs. `names` and `costs` (any unit) describe the modules in order.
+    Each stage gets at least one module named "layers.N". Raises ValueError for fewer layers than stages."""
     layers_before = list(accumulate((name.startswith("layers.") for name in names), initial=0))
     cost_before = list(accumulate(costs, initial=0.0))
     if layers_before[-1] < n_stages:
         raise ValueError(f"{n_stages} stages need at least as many layers, and there are {layers_before[-1]}")
 
     def best(combine: Callable[[float, float], float], limit: float) -> tuple[float, list[int]]:
-        """Return the smallest total cost of stages of which each costs at most `limit`, and the stages' ends."""
+        """Return the smallest combined cost of stages that each cost at most `limit`, and the stages' ends."""
         totals: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # number of modules -> (total cost, stages' ends)
         for _ in range(n_stages):
             longer: dict[int, tuple[float, list[int]]] = {}

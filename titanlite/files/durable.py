@@ -98,8 +98,8 @@ def write_synced(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 def replace_file(path: Path, data: bytes, *, by_one: bool = True) -> None:
     """Replace a file atomically: after a crash, the file has the old content or the new. Raises OSError if the new
-    content cannot be written. `by_one`: the caller lets only one process at a time replace it; a killed process's
-    temporary file is overwritten. Otherwise several processes may replace it at a time; its mode is 0644."""
+    content cannot be written. `by_one`: only one process at a time replaces the file, and a killed process's temporary
+    file is overwritten. Otherwise, several processes may replace the file at once, and its mode is 0644."""
     replacement = path.with_name(f"{path.name}.tmp" if by_one else f"{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         write_synced(replacement, data, 0o666 if by_one else 0o644)

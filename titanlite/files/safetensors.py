@@ -1,6 +1,6 @@
 """The safetensors files of checkpoints, token caches and Hugging Face folders, written tensor by tensor (the
-safetensors library needs all tensors in memory) and read block by block. Other readers ignore the checksums in the
-header. A file consists of the length of the header (8 bytes, little endian), the header (JSON: dtype, shape and place
+safetensors library needs all tensors in memory) and read block by block. The header has checksums, which other readers
+ignore. A file consists of the length of the header (8 bytes, little endian), the header (JSON: dtype, shape and place
 of each tensor, and text in `__metadata__`), and the tensors' bytes (https://github.com/huggingface/safetensors)."""
 
 import itertools
@@ -39,7 +39,7 @@ def places(tensors: Tensors) -> dict[str, tuple[int, int]]:
 
 
 def encode_header(tensors: Tensors, metadata: Mapping[str, str], length: int = 0) -> bytes:
-    """Return the bytes of a file before its tensors, padded to at least `length` and to a multiple of 8 bytes."""
+    """Return the bytes that precede a file's tensors, padded to at least `length` and to a multiple of 8 bytes."""
     entries: dict[str, Any] = {"__metadata__": metadata}
     for name, place in places(tensors).items():
         dtype, shape = tensors[name]
@@ -108,7 +108,7 @@ def read_blocks(
 
 
 def read_fully(file: BinaryIO, data: memoryview, begin: int) -> None:
-    """Fill `data` with a file's bytes from `begin` on, without the file's position: threads may share a file."""
+    """Fill `data` with a file's bytes from `begin` on. The file's position is not used: threads may share a file."""
     n_read = 0
     while n_read < len(data):  # preadv may read fewer bytes than asked
         n = os.preadv(file.fileno(), [data[n_read:]], begin + n_read)

@@ -12,7 +12,7 @@ from titanlite.config.schema import Model, count_parameters
 
 
 def model_of(folder: Path) -> Model:
-    """Return the model of a folder's config.json. Raises ConfigError for a model that is unusable or too large."""
+    """Return the model that a folder's config.json describes. Raises ConfigError if it is unusable or too large."""
     file, weights = folder / "config.json", folder.glob("*.safetensors")
     sizes = [each.stat().st_size for each in weights if each.is_file()]
     model = load_values({"model": model_options(folder), "training": {"seq_len": 1}}, str(file), []).config.model
@@ -25,9 +25,9 @@ def model_of(folder: Path) -> Model:
 def config_files(
     options: Model, source: Path | None, *, torch_dtype: str, max_seq_len: int, bos: int | None, eos: int | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return config.json and generation_config.json of a model; `source` is the folder of the released model that the
-    run started from; the release's BOS and EOS ids are kept if the tokenizer's are among them. Other arguments: as for
-    hf_config. Raises ConfigError if transformers has no such model, or a file of the release is wrong."""
+    """Return config.json and generation_config.json of a model. `source` is the folder of the released model that the
+    run started from. Its BOS and EOS ids are kept if the tokenizer's are among them. Other arguments: as for hf_config.
+    Raises ConfigError if transformers has no such model, or a file of the release is wrong."""
     arguments: dict[str, Any] = {"max_seq_len": max_seq_len, "torch_dtype": torch_dtype}
     if source is None:
         config = hf_config(options, **arguments, bos=bos, eos=eos)

@@ -23,7 +23,7 @@ from titanlite.hf.names import BALANCE_BIAS, hf_shape, hf_tensors, is_stacked, t
 from titanlite.launch.progress import progress
 
 LOAD = ".router.load"
-"""End of the names of the buffers for the experts' load, which training needs and which are not exported."""
+"""End of the names of the buffers for the experts' load, which are for training only and not exported."""
 
 
 def export(
@@ -49,7 +49,7 @@ def export(
         source: folder of the released model that the run started from, if any.
         files: further files of the folder by name, such as a tokenizer's.
         bos, eos: token ids of BOS and EOS, if known.
-        max_file_bytes: most bytes of tensors in a file, unless a single parameter is larger.
+        max_file_bytes: maximum size of a file's tensors in bytes, unless a single parameter is larger.
     """
     special_tokens = {"bos": bos, "eos": eos}
     configs = config_files(options, source, torch_dtype=_name(dtype), max_seq_len=max_seq_len, **special_tokens)

@@ -5,7 +5,7 @@ columns of its own shards, one tensor after the other.
     folder/model.safetensors.index.json                              the file of each tensor, and
     folder/model-00001-of-00004.safetensors ...                      the files
 
-A layer's experts are one parameter [E, F, D] of the model, and separate tensors [F, D] in these files. The buffers that
+A layer's E experts are one parameter [E, F, D] of the model, and E tensors [F, D] in these files. The buffers that
 balance experts are loaded like parameters. No file can contain code: pickles of older models (*.bin) are rejected."""
 
 import contextlib
@@ -63,8 +63,8 @@ QUANTIZED = re.compile(r"(scales?|scale_inv|zero_point|qzeros|qweight|g_idx|absm
 def load_hf_weights(folder: Path, model: nn.Module, options: Model) -> None:
     """Load a Hugging Face folder's weights into this rank's modules, as plain tensors or DTensors of any placement.
     Weights are cast to their parameters' dtypes. `options` is the section [model] of the full model, of which `model`
-    may be a pipeline stage. The caller must tell all ranks if one rank raised. Raises ConfigError before any weight
-    changes for another model's folder or an unreadable file, and later for a weight that is NaN or infinite."""
+    may be a pipeline stage. The caller must tell all ranks if one rank raised. Raises ConfigError for another model's
+    folder or an unreadable file, before any weight changes, and later for a weight that is NaN or infinite."""
     parameters, files = named_weights(model), tensor_files(folder)
     of_folder = _shapes_in(files, options)
     is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
@@ -248,8 +248,8 @@ def _check_tied(files: dict[str, Path], embedding: nn.Parameter, options: Model)
 
 @torch.no_grad()
 def _fill(parameter: Tensor, name: str, files: dict[str, Path], options: Model) -> None:
-    """Copy this rank's shard of tensors into a parameter. Each parameter opens the files again, since an open file
-    keeps all read data in memory."""
+    """Copy this rank's shard of tensors into a parameter. The files are opened again for each parameter, since an open
+    file keeps all read data in memory."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if local.numel() and is_stacked(name, options):
         with contextlib.ExitStack() as stack:
@@ -278,7 +278,7 @@ def _finite(numbers: Tensor, tensor: str, file: Path) -> Tensor:
 
 def _ranges(parameter: Tensor, name: str, options: Model) -> list[tuple[slice, Tensor]]:
     """Return a pair for the rows of this rank's shard: a slice of the file's tensor that covers them, and their indices
-    in the slice, in the parameter's order. Another pair is for columns; it is first for a transposed matrix."""
+    in the slice, in the parameter's order. Columns have another pair, which comes first for a transposed matrix."""
     dims = range(parameter.dim())[-2:]
     rows = hf_rows(name, local_indices(parameter, dims[0]), options)
     ranges = [cover(rows), *(cover(local_indices(parameter, dim)) for dim in dims[1:])]
@@ -286,7 +286,7 @@ def _ranges(parameter: Tensor, name: str, options: Model) -> list[tuple[slice, T
 
 
 def _read(tensor: Any, ranges: list[tuple[slice, Tensor]]) -> Tensor:
-    """Return a shard of a tensor in a safetensors file; a new row, not in the file, is the mean of the file's rows."""
+    """Return a shard of a tensor in a safetensors file; a row that the file lacks is the mean of the file's rows."""
     result, rows = tensor[tuple(covered for covered, _ in ranges)], ranges[0][0]
     if rows.stop > (n := tensor.get_shape()[0]):
         parts = (slice(begin, begin + ROWS_AT_A_TIME) for begin in range(0, n, ROWS_AT_A_TIME))

@@ -174,7 +174,7 @@ def to_hf(names: Sequence[str], tensors: Sequence[Tensor], model: Model) -> Tens
 
 
 def hf_tensors(model: Model, names: Iterable[str]) -> dict[tuple[str, ...], list[str]]:
-    """Return this model's tensors in each transformers tensor; a layer's expert tensors count as one tensor."""
+    """Return which of this model's tensors each transformers tensor contains; a layer's experts count as one tensor."""
     found: dict[tuple[str, ...], list[str]] = {}
     for name in names:
         found.setdefault(tuple(hf_names(name, model)), []).append(name)

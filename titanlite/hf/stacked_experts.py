@@ -1,4 +1,4 @@
-"""The experts in gpt-oss's files: a tensor stacks all experts of a layer, quantized to MXFP4 in the released model.
+"""In gpt-oss's files, one tensor stacks all experts of a layer. The released model's tensors are quantized to MXFP4.
 
     mlp.experts.gate_up_proj       [E, D, 2F]  rows of this model's w1 and w3 in turn, as columns
     mlp.experts.down_proj          [E, F, D]   this model's w2, transposed
@@ -24,7 +24,7 @@ MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def hf_name(name: str) -> str:
-    """Return the file's name, within a layer, of experts.w1, experts.w1_bias, and so on."""
+    """Return the name in the file, within a layer, of experts.w1, experts.w1_bias, and so on."""
     weight, bias = _split(name)
     return f"mlp.experts.{TENSORS[weight][0]}{bias}"
 
@@ -60,7 +60,7 @@ def from_hf(name: str, tensor: Tensor) -> Tensor:
 
 
 def read(name: str, slices: Sequence[Any], experts: Tensor, rows: Tensor, columns: Tensor | None) -> Iterator[Tensor]:
-    """Yield this rank's shard of each expert's weight from safetensors slices; `columns` None: of its bias."""
+    """Yield this rank's shard of each expert's weight from safetensors slices; `columns` None: the weight is a bias."""
     _, step, first = TENSORS[_split(name)[0]]
     there, own = cover(rows * step + first)
     columns_there, own_columns = (slice(0, 0), None) if columns is None else cover(columns)

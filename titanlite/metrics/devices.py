@@ -1,4 +1,4 @@
-"""Accelerators by name: peak rates, memory and bandwidths of their data sheets, from devices.toml, for plans and MFU. A
+"""Accelerators by name: devices.toml has their data sheets' peak rates, memory and bandwidths, for plans and MFU. A
 user may describe another device in a TOML file with the keys of `Device`; plan.device names the file."""
 
 import itertools
@@ -59,7 +59,7 @@ class Measured(Section):
     operator_seconds: Rate
     """Seconds that the host takes to dispatch an operator, with autograd and modules."""
     dtensor_seconds: Rate
-    """Seconds that the host takes for an operator on DTensors, without the operators on local tensors."""
+    """Seconds that the host takes for an operator on DTensors, not counting its operators on local tensors."""
     slowdown: Annotated[float, Field(ge=0)]
     """The fraction by which a matrix product is slower while a collective runs at the same time."""
     collectives: list[MeasuredCollective]

@@ -145,10 +145,10 @@ class Logger:
 
 
 class MetricsLogger(Logger):
-    """Writes rank 0's console lines, metrics.jsonl, TensorBoard and config.toml with the text `config`. A new run moves
-    the files of an earlier run to previous/DATE. A resumed run removes the values of steps after its checkpoint.
-    `begin` raises ConfigError if files cannot be changed. Later, if a file cannot be written, as on a full disk, one
-    line is printed to stderr. `steps`: the number of the run's last step."""
+    """Writes rank 0's console lines, metrics.jsonl, TensorBoard's files, and config.toml, whose text is `config`. A new
+    run moves the files of an earlier run to previous/DATE. A resumed run removes the values of steps after its
+    checkpoint. `begin` raises ConfigError if files cannot be changed. Later, if a file cannot be written, as on a full
+    disk, one line is printed to stderr. `steps`: the number of the run's last step."""
 
     def __init__(self, dump_folder: Path, metrics: Metrics, *, steps: int, config: str):
         self.folder, self.metrics, self.steps, self.config = dump_folder, metrics, steps, config

@@ -54,7 +54,7 @@ def traces(folder: Path, freq: int, rank: int) -> Iterator[StepDone]:
 def memory_snapshots(folder: Path, freq: int, rank: int) -> Iterator[StepDone]:
     """Write memory snapshots, which name the code behind each GPU allocation (open them in pytorch.org/memory_viz), to
     folder/step_N/rankR.pickle every `freq` steps and to folder/out_of_memory/rankR.pickle on an out-of-memory error.
-    Private: two functions of torch.cuda.memory, which PyTorch's guide to memory snapshots nevertheless documents."""
+    Uses two private functions of torch.cuda.memory, which PyTorch's guide to memory snapshots documents."""
     torch.cuda.memory._record_memory_history(max_entries=100_000)
 
     def write(name: str) -> None:

@@ -54,7 +54,7 @@ def run_summary(
 
 
 def account(positions: int, masked: int, padding: int, cut: int) -> str:
-    """Return a line with the numbers of trained, masked and padding positions, and of documents cut."""
+    """Return a line with the numbers of trained, masked and padding positions, and of documents cut short."""
     trained = f"account    {positions - masked - padding:,} of {positions:,} positions trained on"
     return f"{trained}, {masked:,} masked, {padding:,} padding; {cut:,} documents cut by the end of a sequence"
 
@@ -94,7 +94,7 @@ def bytes_per_state(dtype: str) -> float:
 
 
 def describe_precision(config: Config) -> str:
-    """Return the dtypes of a run, and the total bytes on all ranks per parameter: weight, gradient and optimizer
+    """Return the dtypes of a run, and the bytes on all ranks together per parameter: weight, gradient and optimizer
     states. Under Muon, one state is counted for every parameter, although embeddings and norms have two."""
     training, state_dtype = config.training, config.optimizer.state_dtype.replace("auto", config.training.dtype)
     n_states = 1 if config.optimizer.name == "Muon" else 2

@@ -21,7 +21,7 @@ PRODUCTS += [getattr(torch.ops.aten, name).default for name in ("_scaled_mm", "_
 
 def _saved_operators(option: str) -> list[Any]:
     """Return the operators whose results selective AC saves: attention, and under "op" also matrix products (D
-    operations per element) and collectives except all-gathers (large results). Others, as norms, are cheap."""
+    operations per element) and collectives except all-gathers (large results). Others, like norms, are cheap."""
     names = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention", "attention_math")
     saved = [getattr(torch.ops.aten, f"_scaled_dot_product_{name}") for name in names]
     if hasattr(torch.ops.titanlite, "tiled_attention"):  # the operator exists if its file was imported

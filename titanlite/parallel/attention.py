@@ -1,5 +1,5 @@
 """Attention backends for ring attention: a forward returns the output and its log-sum-exp, and a backward takes both.
-If output and log-sum-exp are over all keys, a backward over some of the keys returns these keys' part of the gradients.
+Given the output and log-sum-exp over all keys, a backward over some keys returns what these keys add to the gradients.
 
 Torch's attention operators are private: only this file calls them, with the schemas of torch 2.11 and 2.13, which
 agree. The three backends for CUDA passed their tests (tests/test_gpu.py) on an H200. Without dropout, a backward does
@@ -120,11 +120,11 @@ def _math_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
 
 class PackedAttention(NamedTuple):
     """Computes causal attention within each of several concatenated documents, in one call (varlen attention).
-    `bounds`: the start of each document and the end of the last, int32 on the device. `longest`: the tokens of the
-    longest document, a Python int. With `window` > 0, query t attends to keys t - window + 1 to t only."""
+    `bounds`: the start of each document and the end of the last, int32 on the device. `longest`: the number of tokens
+    in the longest document, a Python int. With `window` > 0, query t attends to keys t - window + 1 to t only."""
 
     forward: Callable[[Tensor, Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
-    """Takes (q_NHK, k_NGK, v_NGK, bounds, longest, window), returns (out_NHK, lse_HN) as AttentionBackend.forward."""
+    """Takes (q_NHK, k_NGK, v_NGK, bounds, longest, window), returns (out_NHK, lse_HN); see AttentionBackend.forward."""
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, int], Grads]
     """Takes (grad_NHK of out, q, k, v, out, lse_HN, bounds, longest, window), returns (dq, dk, dv)."""
 

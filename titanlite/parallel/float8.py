@@ -13,7 +13,7 @@ from titanlite.torch_workarounds import round_casts_as_eager
 
 
 def convert_to_float8(stage: Llama, float8: Float8, names: Collection[str]) -> None:
-    """Convert a stage's linear layers in `names` to float8, in place: on the meta device, before FSDP shards them."""
+    """Convert a stage's linear layers in `names` to float8, in place, on the meta device and before FSDP."""
     round_casts_as_eager(float8.recipe != "tensorwise")
     options = {"emulate": float8.emulate, "enable_fsdp_float8_all_gather": float8.enable_fsdp_float8_all_gather}
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name(float8.recipe), **options)

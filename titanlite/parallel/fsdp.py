@@ -1,4 +1,4 @@
-"""DDP, ZeRO-1 to ZeRO-3 and HSDP by fully_shard (FSDP2, arXiv:2304.11277), which also casts weights on one rank."""
+"""DDP, ZeRO-1 to ZeRO-3 and HSDP by fully_shard (FSDP2, arXiv:2304.11277). A single rank uses it to cast weights."""
 
 import functools
 
@@ -17,7 +17,7 @@ from titanlite.torch_workarounds import NothingToReduce
 
 def apply_fsdp(model: Llama, layout: Layout, parallelism: Parallelism, training: Training) -> None:
     """Shard every parameter of a model or a pipeline stage over the mesh's axis fsdp, and replicate it over
-    dp_replicate. Each block is an FSDP unit. `parallelism` and `training` are of a resolved config."""
+    dp_replicate. Each block is an FSDP unit. `parallelism` and `training` are sections of a resolved config."""
     param_dtype = getattr(torch, training.mixed_precision_param)
     reduce_dtype = getattr(torch, training.mixed_precision_reduce)
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if training.enable_cpu_offload else OffloadPolicy()
@@ -64,10 +64,10 @@ def axes_of(mesh: DeviceMesh, axis: str) -> DeviceMesh:
 
 
 def use_in_place(model: nn.Module, parallelism: Parallelism, training: Training) -> None:
-    """If there is one shard, and compute and weights have the same dtype, let fully_shard use the weights, and on one
-    rank also the gradients, without copies. Call this before the first forward. fully_shard calls two methods of a
-    local tensor if they exist: `fsdp_pre_all_gather` returns the tensors to gather (here an empty tensor), and
-    `fsdp_post_all_gather` returns the gathered weight. Private: `_local_tensor` (tried on torch 2.11 and 2.13)."""
+    """If there is one shard, and the weights are in the compute dtype, let fully_shard use the weights without copies,
+    and on a single rank also the gradients. Call this before the first forward. fully_shard calls two methods of a
+    local tensor if they exist: `fsdp_pre_all_gather` returns the tensors to gather (here an empty one), and
+    `fsdp_post_all_gather` the gathered weight. Uses the private `_local_tensor` (tested with torch 2.11 and 2.13)."""
     if training.mixed_precision_param != training.dtype or training.enable_cpu_offload:
         return
     shards = list(model.parameters())

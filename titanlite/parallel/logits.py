@@ -7,8 +7,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 
 def logits_at(x_ND: Tensor, weight_VD: Tensor, tokens_B: Tensor) -> Tensor:
-    """Return the logits of the tokens with indices `tokens_B`, [B, V] on every rank. If an output head's `loss` is
-    `logits_at`, pass the indices as its targets: it computes only these tokens' logits."""
+    """Return the logits of the tokens with indices `tokens_B`, [B, V] on every rank. An output head whose `loss` is
+    `logits_at` takes the indices as its targets and computes only these tokens' logits."""
     if not isinstance(weight_VD, DTensor):
         return F.linear(x_ND[tokens_B], weight_VD)
     logits = F.linear(x_ND.to_local()[tokens_B], weight_VD.to_local())

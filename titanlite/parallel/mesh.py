@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlite.config.schema import Parallelism
 
 AXES = ("pp", "dp_replicate", "fsdp", "tp")
-"""Axes of the mesh. Axes that communicate most come last, since neighbouring ranks have the fastest interconnect.
-Weights are sharded over fsdp = dp_shard x ring x ulysses: ranks with different sequences (dp_shard), and ranks with
-different tokens of the same sequences (context parallel = ring x ulysses)."""
+"""Axes of the mesh. The axes with the most communication come last, since neighbouring ranks have the fastest
+interconnect. Weights are sharded over fsdp = dp_shard x ring x ulysses: ranks with different sequences (dp_shard), and
+ranks with different tokens of the same sequences (context parallel = ring x ulysses)."""
 EXPERT_AXES = ("pp", "dp_replicate", "efsdp", "ep")
 """Axes of the mesh over which experts are sharded: efsdp x ep groups the ranks of fsdp x tp differently."""
 
@@ -28,7 +28,7 @@ class Layout:
     ring_group: dist.ProcessGroup | None
     """Ranks that send keys and values around a ring; None: this rank only."""
     ulysses_group: dist.ProcessGroup | None
-    """Ranks that exchange sequence shards for heads; None: this rank only."""
+    """Ranks that exchange sequence shards for head shards; None: this rank only."""
     data_rank: int
     """Data-parallel index of this rank, the same for all context-, tensor- and pipeline-parallel ranks of a model."""
     context_rank: int
@@ -36,7 +36,7 @@ class Layout:
 
 
 def build_layout(parallelism: Parallelism, device: torch.device) -> Layout:
-    """Build the mesh of all ranks by the degrees of a resolved config. Every rank must call it."""
+    """Build the mesh of all ranks from the degrees in a resolved config. Every rank must call it."""
     pp, tp = parallelism.pipeline_parallel_degree, parallelism.tensor_parallel_degree
     dp_replicate, dp_shard = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
     ring, ulysses = parallelism.ring_degree, parallelism.context_parallel_ulysses_degree
@@ -51,7 +51,7 @@ def _layout(device_type: str, degrees: tuple[int, int, int, int, int, int], ep: 
     alone = dist.new_group([dist.get_rank()], **options) if math.prod(degrees) > 1 else dist.group.WORLD
 
     def group_along(axis: int, name: str, ranks: torch.Tensor, *, own: bool = False) -> dist.ProcessGroup:
-        """Return this rank's process group along an axis. Without `own`, a group of all ranks is the default group."""
+        """Return this rank's process group along an axis: the default group if it has all ranks, except with `own`."""
         rows = ranks.movedim(axis, -1).flatten(0, -2)
         (members,) = rows[(rows == dist.get_rank()).any(1)].tolist()
         if len(members) == ranks.numel() and not own:

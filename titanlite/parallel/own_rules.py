@@ -8,15 +8,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 @runtime_checkable
 class ShardsWeights(Protocol):
-    """A module that shards its weights itself; tensor.py's plan does not."""
+    """A module that shards its weights itself, so that tensor.py's plan leaves them out."""
 
     def shard_weights(self, tensor: DeviceMesh | None, expert: DeviceMesh | None) -> None:
-        """Shard the weights over one-dimensional meshes, in place. A mesh is None without its parallelism."""
+        """Shard the weights over one-dimensional meshes, in place. None: no tensor or no expert parallelism."""
 
 
 @runtime_checkable
 class RunsUncompiled(Protocol):
-    """A `feed_forward` that torch.compile cannot trace; compile and AC treat its block as two halves."""
+    """A `feed_forward` that torch.compile cannot trace. Its block is compiled and checkpointed as two halves."""
 
     def compile_operators(self, backend: str) -> None:
         """Compile those operators of the module that torch.compile can trace."""

@@ -1,4 +1,4 @@
-"""Apply all parallelisms to a model, in the one right order."""
+"""Apply all parallelisms to a model, in the only correct order."""
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -28,12 +28,12 @@ def parallelize(
     3. Activation checkpointing wraps the forward of a block, steps 1 and 2 included.
     4. Compile takes a checkpointed block, so that the compiler sees what is recomputed. FSDP comes after, since its
        hooks cannot be traced.
-    5. FSDP follows these, because fully_shard takes the parameters that the other steps have replaced.
-    6. Activation checkpointing over groups of blocks comes after FSDP, because it gathers the weights for recomputing.
+    5. FSDP comes next, because fully_shard must find the parameters that steps 1 to 4 have put into the model.
+    6. Activation checkpointing over groups of blocks comes after FSDP, because it gathers weights to recompute blocks.
 
-    Before step 1, the model is split into pipeline stages, and float8 replaces linear layers. The sections are of a
-    resolved config, where attention_backend is "auto" only if torch's attention suffices: without context parallel,
-    document mask and sinks, and with no sliding window that is shorter than a sequence."""
+    Before step 1, the model is split into pipeline stages, and float8 replaces linear layers. The sections are from a
+    resolved config, where attention_backend is "auto" only if torch's attention suffices: if there is no context
+    parallel, document mask or sinks, and no sliding window shorter than a sequence."""
     tensor_mesh = layout.mesh["tp"] if layout.mesh["tp"].size() > 1 else None
     shard_weights(stage, tensor_mesh, layout.expert_mesh["ep"] if layout.expert_mesh else None)
     if training.attention_backend != "auto":

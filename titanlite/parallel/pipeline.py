@@ -78,7 +78,7 @@ class PipelineRunner:
 
     @property
     def order(self) -> dict[int, list]:
-        """Return each rank's actions, if the schedule lists them. Private: the schedule's `pipeline_order`."""
+        """Return each rank's actions, if the schedule lists them, from the schedule's private `pipeline_order`."""
         return self._schedule.pipeline_order
 
     def _loss(self, loss: Tensor, targets: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class PipelineRunner:
 
     def forward_backward(self, batch: Batch, valid: Tensor) -> Tensor:
         """Add the gradient of (sum of this batch's token losses) / valid to the parameters of all stages. Return the
-        sum in float64 on the rank with the last stage, 0 on others. All ranks of a pipeline pass one batch."""
+        sum in float64 on the rank with the last stage, 0 on others. All ranks of a pipeline pass the same batch."""
         self._valid, self._loss_sum = valid, torch.zeros_like(valid)
         self._schedule.step(
             *((batch.tokens,) if 0 in self.stages else ()),
@@ -130,8 +130,8 @@ class PipelineRunner:
         return loss_sum
 
     def warm_up(self, batch: Batch) -> None:
-        """Compile all stages of this rank on one microbatch, without communication. No gradients remain. Otherwise each
-        stage would compile when its first input arrives, and later stages would time out while they wait."""
+        """Compile all stages of this rank on one microbatch, without communication. No gradients remain. Without this
+        call, each stage would compile when its first input arrives, and later stages would time out."""
         microbatch = self._split(batch)[0]
         for number, stage in self.stages.items():
             for trains in (True, False) if self.validates else (True,):
@@ -149,5 +149,5 @@ class PipelineRunner:
 
 
 # A schedule splits tensor arguments into microbatches and repeats other arguments. It also splits Documents, which is
-# therefore registered as a pytree node. Private: torch.utils._pytree (tried on torch 2.13).
+# therefore registered as a pytree node. The module torch.utils._pytree is private (tested with torch 2.13).
 register_pytree_node(Documents, lambda each: ([each.positions_BT], None), lambda tensors, _: Documents(*tensors))

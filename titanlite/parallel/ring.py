@@ -1,7 +1,7 @@
 """Ring attention (arXiv:2310.01889): ranks keep their queries and send keys and values to the next rank, once per ring
 step, while they attend to the keys that they have. Results over different keys are merged by their log-sum-exp
-(FlashAttention, arXiv:2205.14135). In the backward, keys and values are sent around the ring again. Gradients follow a
-step later: every rank adds its terms, and the sums arrive at the keys' owner. A ring of one has only step 0.
+(FlashAttention, arXiv:2205.14135). In the backward, keys and values are sent around the ring again. Their gradients
+follow a step later: every rank adds its terms, and the sums arrive at the keys' owner. A ring of one rank has one step.
 Shapes: B batch, S tokens of a ring rank, H query heads, G KV heads, K head_dim."""
 
 from collections.abc import Callable, Iterator
@@ -74,7 +74,7 @@ def _keys_of_steps(
     k_BSGK: Tensor, v_BSGK: Tensor, document_positions_BS: Tensor | None, ring: Group, window: int
 ) -> Iterator[tuple[int, Tensor, Tensor, Iterator[Tile]]]:
     """Yield a tuple for each ring step that is not skipped: the number of ring steps since the previous tuple, keys,
-    values (first this rank's, then other ranks'), and the tiles to compute. The next keys arrive during a step."""
+    values (first this rank's, then other ranks'), and the tiles to compute. During a step, the next keys arrive."""
     rank, size = (ring.rank(), ring.size()) if ring else (0, 1)
     documents, tokens = chunks_of(document_positions_BS, size), k_BSGK.shape[1]
     kv = torch.stack((k_BSGK, v_BSGK)) if ring else (k_BSGK, v_BSGK)
@@ -116,7 +116,7 @@ def _tokens_first(flipped: bool, *tensors: Tensor) -> list[Tensor]:
 def _write(
     total: Tensor | None, index: tuple[slice, slice], value: Tensor, shape: torch.Size, dtype: torch.dtype
 ) -> Tensor:
-    """Write a tile into total[index] (None: a new tensor), and return `total`, or the tile if it has the `shape`."""
+    """Return `total` (None: a new tensor) with a tile written at `index`, or the tile itself if it has the `shape`."""
     if value.shape == shape:
         return value.to(dtype).contiguous()
     if total is None:

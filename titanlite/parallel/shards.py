@@ -31,8 +31,8 @@ class Slice(NamedTuple):
 
 
 def shard_slice(tensor: Tensor) -> Slice:
-    """Return which slice of the full tensor this rank has: all of it for a plain tensor. Private:
-    compute_local_shape_and_global_offset (tried on torch 2.11, 2.13 and 2.15)."""
+    """Return which slice of the full tensor this rank has: all of it for a plain tensor. Uses the private function
+    compute_local_shape_and_global_offset (tested with torch 2.11, 2.13 and 2.15)."""
     if not isinstance(tensor, DTensor):
         return Slice((0,) * tensor.dim(), tuple(tensor.shape))
     size, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

@@ -1,7 +1,7 @@
 """Tensor parallel (TP), sequence parallel and loss parallel: one explicit plan for parallelize_module (Megatron-LM,
 arXiv:1909.08053 and arXiv:2205.05198).
 
-Linear layers that produce heads, feed-forward channels or logits are sharded column-wise; wo and w2, which sum over
+Linear layers that produce heads, feed-forward channels or logits are sharded column-wise, and wo and w2, which sum over
 heads or channels, row-wise. In norms and residuals, each rank has a shard of the sequence: an all-gather precedes each
 attention and feed-forward layer, a reduce-scatter follows, and no two ranks store the same activations."""
 

@@ -1,10 +1,10 @@
-"""Attention in tiles: under context parallel (CP), a document mask, a sliding window, or with attention sinks.
+"""Attention in tiles, for context parallel (CP), document masks, sliding windows and attention sinks.
 
 Context parallel splits every sequence over ranks, and only attention communicates between the shards of a sequence:
 ring x Ulysses (USP, arXiv:2405.07719). Ulysses ranks exchange sequence shards for heads (ulysses.py); ring ranks send
 keys and values around a ring (ring.py). tiles.py determines which queries attend to which keys.
 Shapes: B batch, T tokens of this rank, S tokens of all Ulysses ranks together (two chunks, or one without a ring), H
-query heads, G KV heads, N = H + 2 G heads, K head_dim. A tensor with S tokens has one Ulysses rank's heads."""
+query heads, G KV heads, N = H + 2 G heads, K head_dim. A tensor with S tokens has the heads of one Ulysses rank."""
 
 from typing import Any
 
@@ -35,9 +35,9 @@ class TiledAttention(nn.Module):
         self.ring_size, self.ulysses_size = _size(self.ring), _size(self.ulysses)
 
     def forward(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Documents | None = None) -> Tensor:
-        """Return [B, T, H, K]. Query head h attends to KV head h * G // H. `documents`: positions [B, S] of all tokens
-        of the Ulysses ranks together, in host memory; None: a sequence is one document. Raises ValueError if heads or
-        tokens cannot be split evenly, or the positions have a wrong shape or device."""
+        """Return [B, T, H, K]. Query head h attends to KV head h * G // H. `documents`: the positions of all Ulysses
+        ranks' tokens, [B, S] in host memory; None: a sequence is one document. Raises ValueError if heads or tokens
+        cannot be split evenly, or the positions have a wrong shape or device."""
         batch, tokens, heads, _ = q_BTHK.shape
         ranks, kv_heads = self.ulysses_size, k_BTGK.shape[2]
         sequence = tokens * ranks
@@ -76,7 +76,7 @@ def _local_heads(q_BTHK: Tensor, k_BTGK: Tensor, ulysses: str) -> list[int]:
     return [x.shape[2] // _size(ulysses) for x in (q_BTHK, k_BTGK, k_BTGK)]
 
 
-# Custom operators, in which torch.compile neither breaks its graph nor moves communication ---------------------------
+# Custom operators: torch.compile neither breaks its graph at them nor moves their communication ----------------------
 @torch.library.custom_op("titanlite::tiled_attention", mutates_args=())
 def _attention(
     q: Tensor,
@@ -89,8 +89,8 @@ def _attention(
     backend: str,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the output [B, T, H, K] and three tensors for the backward: the log-sum-exp [B, H, S], and q, k, v [B, S,
-    N, K] and the output [B, S, H, K] between Ulysses' all-to-alls. Without Ulysses, the last two are empty."""
+    """Return the output [B, T, H, K] and three tensors for the backward: the log-sum-exp [B, H, S]; q, k and v [B, S,
+    N, K]; and the output [B, S, H, K] before Ulysses' second all-to-all. Without Ulysses, the last two are empty."""
     if not ulysses:
         empty = q.new_empty(0), q.new_empty(0)  # an operator must not return its inputs q, k, v
         return *with_sinks(*_local_forward(q, k, v, document_positions, ring, backend, window), sinks), *empty
@@ -180,8 +180,8 @@ def _local_backward(
     return tuple(grad.view(x.shape) for grad, x in zip(grads, saved[1:4], strict=True))
 
 
-# _BOUNDS caches documents' bounds by positions, a tensor that layers share. Private: torch.utils.weak (2.11 to 2.14).
-_BOUNDS = WeakTensorKeyDictionary()
+# Documents' bounds by the tensor of positions. The module torch.utils.weak is private (tested with torch 2.11 to 2.14).
+_BOUNDS = WeakTensorKeyDictionary()  # all layers share the tensor of positions
 
 
 def _bounds(document_positions_BS: Tensor | None, q_BSHK: Tensor) -> tuple[Tensor, int]:

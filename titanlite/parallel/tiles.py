@@ -4,7 +4,7 @@ Zig-zag load balancing: since later queries attend to more keys, the sequence is
 rank r has chunks r and 2 x ring - 1 - r (Llama 3, arXiv:2407.21783, section 3.3.2; ring-flash-attention). Each rank
 then has the same work in each ring step, and only ring step 0 needs a causal mask. In later ring steps, all queries
 attend to the first chunk of an earlier rank's keys, or the second chunk of queries attends to both chunks of a later
-rank's keys. For two ranks, c is a causal triangle in ring step 0, and a digit is a full block's ring step:
+rank's keys. Example for two ranks (c: a causal triangle in ring step 0; a digit: the ring step of a full block):
 
                   keys  0 1 2 3    chunk
                         0 1 1 0    of rank
@@ -85,7 +85,7 @@ def chunks_of(document_positions_BS: Tensor | None, size: int) -> list[list[Chun
 
 
 def ring_steps(tokens: int, size: int, window: int) -> list[int]:
-    """Return the ring steps in which a query of any rank sees a key, the same list on every rank. In step s of the
+    """Return the ring steps in which some rank's queries see a key; every rank gets the same list. In step s of the
     zig-zag, keys are at least s chunks before the queries on some ranks, and at least size - s on the others."""
     length, window = tokens // len(chunk_numbers(0, size)), window or tokens * size
     return [step for step in range(size) if step == 0 or (min(step, size - step) - 1) * length + 1 < window]
@@ -95,7 +95,7 @@ def tiles_of_step(
     documents: list[list[Chunk]] | None, tokens: int, rank: int, source: int, size: int, window: int = 0
 ) -> Iterator[Tile]:
     """Yield tiles that cover all pairs of a query of ring rank `rank` and a visible key of ring rank `source`.
-    `tokens`: the number of tokens of a ring rank. If rank = source, a query's diagonal tile is its first."""
+    `tokens`: the number of tokens of a ring rank. If rank = source, a query's tile on the diagonal comes first."""
     own, others = chunk_numbers(rank, size), chunk_numbers(source, size)
     length, window = tokens // len(own), window or tokens * size
     if documents is None and window >= (own[-1] + 1 - others[0]) * length:  # documents and window hide no keys
@@ -142,7 +142,7 @@ def _triangle(begin: int, end: int, window: int) -> Iterator[_Part]:
 
 def _rectangle(queries: range, keys: range, window: int) -> Iterator[_Part]:
     """Yield parts that cover the earlier keys that queries see. The first queries see all keys; queries whose window
-    begins within the keys see a triangle and all keys right of it; the last queries see none."""
+    begins within the keys see a triangle of them and all later keys; the last queries see none."""
     begin = min(max(keys.start + window, queries.start), queries.stop)
     end = max(min(keys.stop + window - 1, queries.stop), begin)
     if begin > queries.start:

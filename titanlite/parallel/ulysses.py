@@ -17,7 +17,7 @@ def heads_to_sequence(tensors: list[Tensor], group: dist.ProcessGroup) -> list[T
     """Turn [B, S, heads, K] tensors into [B, T, heads x U, K] tensors: all heads, for this rank's tokens."""
     send_UBTNK = torch.cat([x.unflatten(1, (group.size(), -1)).movedim(1, 0) for x in tensors], dim=3)
     received = _all_to_all(send_UBTNK, group).split([x.shape[2] for x in tensors], dim=3)
-    # Clone each output: the splits may share memory, which the outputs of a custom operator must not.
+    # Clone each output: the splits may share memory, but the outputs of a custom operator must not.
     return [x.movedim(0, 2).clone(memory_format=torch.contiguous_format).flatten(2, 3) for x in received]
 
 

@@ -77,7 +77,7 @@ def describe(folder: Path) -> str:
 
 def average(places: Sequence[Path]) -> None:
     """Write the mean of the checkpoints in `places[1:]` to the folder `places[0]`, which must not exist. Raises
-    ConfigError if the checkpoints are fewer than two, damaged or of different models."""
+    ConfigError if there are fewer than two checkpoints, one is damaged, or they are of different models."""
     out, folders = places[0] if places else Path(), [path for place in places[1:] for path in step_folders(place)]
     if len({path.resolve() for path in folders}) < max(2, len(folders)):
         found = ", ".join(map(str, folders)) or "none"

@@ -100,8 +100,8 @@ def evaluate(config: Any, launch: Launch, folder: Any, tokenizer: Any) -> tuple[
 
 
 def open_sequences(tokenizer: Any, training: Training, *, builds_cache: bool) -> Any:
-    """Return all documents of a dataset, in order, as packed sequences that are read once. `builds_cache`: this rank
-    builds the token cache. Raises ConfigError if documents cannot be read."""
+    """Return all documents of a dataset, in order, as packed sequences that are read once. `builds_cache`: whether this
+    rank builds the token cache. Raises ConfigError if documents cannot be read."""
     from titanlite.data.open import open_cache, pack_once
     from titanlite.data.source import Source
 

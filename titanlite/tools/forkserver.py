@@ -25,8 +25,8 @@ class _Context(ForkServerContext):
 
 def forkserver(preload: str) -> ForkServerContext:
     """Return a multiprocessing context whose processes are forked from a server that has imported `preload`. SIGINT is
-    blocked in the server and its forks, because Ctrl-C reaches every process of a terminal, and only the command should
-    respond. Each fork must call `end_after` to end with the command; prctl(2) would end the fork with the server."""
+    blocked in the server and its forks, as Ctrl-C reaches every process of a terminal, and only the command should
+    respond. Each fork must call `end_after` to end with the command; prctl(2) would make it end with the server."""
     context = _Context()
     context.set_forkserver_preload([preload])
     # The resource tracker warns about resources of killed processes, which the kernel has freed: ignore the warnings.

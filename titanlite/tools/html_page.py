@@ -39,7 +39,7 @@ def svg_figure(figure: Figure, name: str, caption: str, *, title: str) -> str:
     with style.context({"svg.hashsalt": name}):
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     text = file.getvalue()
-    text = text[text.index("<svg") :]  # without the XML header
+    text = text[text.index("<svg") :]  # drop the XML header
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
     # Cut the coordinates of SVG paths to a hundredth of a point, so that the file is smaller.
     text = re.sub(r'\bd="[^"]*"', lambda match: re.sub(r"(\.\d\d)\d+", r"\1", match[0]), text)

@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
 
 
 def read(file: Path, folder: Any) -> dict[int, Row]:
-    """Return the rows of a file, by line. Raises ConfigError if the file cannot be read or a row does not fit."""
+    """Return the rows of a file, by line. Raises ConfigError if the file cannot be read or a row is wrong."""
     from titanlite.tools.generate.command import read_lines
 
     rows, most = dict[int, Row](), folder.options.most_positions
@@ -137,7 +137,7 @@ def logprobs(folder: Any, rows: dict[int, Row], temperature: float, dtype: str) 
     from titanlite.tools.parity.routes import routers
 
     def losses(x_ND: Any, weight_VD: Any, targets_N: Any) -> Any:
-        """Return the losses of the last len(targets_N) tokens, from one chunk of logits at a time."""
+        """Return the losses of the last len(targets_N) tokens, computed from one chunk of logits at a time."""
         wide, n = torch.promote_types(x_ND.dtype, torch.float32), max(CHUNK_LOGITS // len(weight_VD), 1)
         chunks = zip(x_ND[-len(targets_N) :].split(n), targets_N.split(n), strict=True)
         return torch.cat([cross_entropy(F.linear(x, weight_VD).to(wide) / temperature, ids) for x, ids in chunks])

@@ -86,12 +86,12 @@ def lines_of_a_step(config: Config, files: str) -> dict[str, set[int]]:
 
 
 def print_lines(file: Path, ran: set[int]) -> tuple[int, int]:
-    """Print the lines of a file that ran. Return the number of these lines, without and with comments."""
+    """Print the lines of a file that ran. Return the numbers of lines that ran and of printed lines (with comments)."""
     lines, nodes = (text := file.read_text()).splitlines(), list(ast.walk(ast.parse(text)))
     functions = [range(node.lineno, node.end_lineno + 1) for node in nodes if isinstance(node, ast.FunctionDef)]
     ran = ran.intersection(chain(*functions))  # lines outside functions run at the import
     others = {n for n, line in enumerate(lines, 1) if re.fullmatch(r"\s*([#@].*|(else|try|finally):.*)?", line)}
-    statements = set[int]()  # lines of statements that ran (if a statement has a block, its header)
+    statements = set[int]()  # lines of statements that ran; of a statement with a block, only the header
     for node in nodes:
         extent = range(node.lineno, node.end_lineno + 1) if isinstance(node, (ast.stmt, ast.excepthandler)) else ()
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # docstrings do not run

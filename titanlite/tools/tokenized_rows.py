@@ -47,7 +47,7 @@ def show_rows(
 
 
 def row_text(tokenizer: Tokenizer, sequence: Sequence, training: Training, place: str) -> Text:
-    """Return a row's text: all inputs, then the last target. Tokens that are targets are trained on."""
+    """Return a row's text: all inputs, then the last target. Tokens that are targets count as trained on."""
     from titanlite.data.loader import SequenceShard, collate, count  # late import: it imports torch
     from titanlite.data.packing import PADDING
     from titanlite.loss import IGNORED
@@ -87,7 +87,7 @@ def names_of_special_tokens(tokenizer: Tokenizer, tokens: list[int]) -> list[str
 
 def runs_of(tokenizer: Tokenizer, tokens: list[int], is_trained: list[bool]) -> list[tuple[bool, str, str]]:
     """Split tokens into runs of one kind. Return for each run whether it is trained on, its name ("" for text) and its
-    text, decoded together with all earlier tokens, because some decoders drop a leading space."""
+    text. Tokens are decoded together with all earlier tokens, because some decoders drop a leading space."""
     before, runs, begin = "", [], 0
     keys = zip(is_trained, names_of_special_tokens(tokenizer, tokens), strict=True)
     for (trained, name), run in itertools.groupby(keys):

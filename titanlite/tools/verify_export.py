@@ -53,7 +53,7 @@ def verify(checkpoint: Path, out: Path, ema: bool = False) -> bool:
 
 
 def compare(own: ModelFolder, exported: ModelFolder, ema: bool, max_seq_len: int) -> bool:
-    """Compare logits, and print the first block that differs. Raises ConfigError if transformers cannot load `out`."""
+    """Compare logits; print the first block that differs. Raises ConfigError if transformers cannot load `exported`."""
     options, out = own.options, exported.path
     length = options.learned_positions or min(max_seq_len, LONGEST)
     n_sequences = max(N_SEQUENCES, options.moe.n_experts // 4)  # enough tokens for every expert
@@ -102,7 +102,7 @@ def load_llama(folder: ModelFolder, dtype: torch.dtype, length: int, ema: bool) 
 
 
 def load_hf(folder: Path, *, has_experts: bool) -> Any:
-    """Return transformers' model of a folder in float64. Raises ConfigError if model and folder differ in tensors."""
+    """Return transformers' model of a folder in float64. Raises ConfigError if its tensors are not the folder's."""
     from transformers import AutoModelForCausalLM
 
     try:

@@ -1,6 +1,6 @@
 """Conversion between Hugging Face's config.json and the options of [model], for the model types in families.py. A
 config.json is untrusted: unsupported keys and values of a wrong type are rejected. Missing keys get transformers 5.23's
-defaults. Rotary options have two spellings: rope_theta and rope_scaling, or (transformers 5) rope_parameters."""
+defaults. Rotary options are under rope_theta and rope_scaling, or (transformers 5) rope_parameters."""
 
 import math
 import os
@@ -36,7 +36,7 @@ QUANTIZATION = "quantization_config"
 
 
 def options_from_hf(folder: Any) -> dict[str, Any]:
-    """Return the [model] options of model.flavor = "from_hf"; `folder` is the value of model.hf_assets_path."""
+    """Return the [model] options for model.flavor = "from_hf"; `folder` is the value of model.hf_assets_path."""
     if not isinstance(folder, str) or not folder:
         problem = f"model.hf_assets_path = {show(folder)}: expected the folder of a config.json"
         raise ConfigError([f'{problem}; model.flavor = "from_hf" reads it'])
@@ -197,7 +197,7 @@ def _rotary_keys(model: Section, model_type: str) -> dict[str, Any]:
 
 
 def _own_keys(model: Section, model_type: str) -> dict[str, Any]:
-    """Return the keys that other model types lack. pad_token_id is null, since padding is not trained."""
+    """Return the keys that only some model types have. pad_token_id is null, since padding is not trained."""
     if model_type == "granite":
         scale = model.attention_scale
         return {
@@ -251,7 +251,7 @@ def _model_type(model: Section) -> str:
 
 
 def _types_that_fit(model: Section) -> dict[str, bool]:
-    """Return whether each type fits a model's options; dense types are left out if it has experts, and vice versa."""
+    """Return whether each type fits a model's options. Only dense types, or only types with experts, are considered."""
     names = WITH_EXPERTS if model.moe.n_experts else [name for name in FAMILIES if not FAMILIES[name].experts]
     fits = {name: FAMILIES[name].allows(model) and layers_fit(model, name) for name in names}
     return {name: fit and (name == "phi3" or not is_long(model)) for name, fit in fits.items()}

@@ -1,5 +1,5 @@
 """Conversion of the keys that only DeepSeek-V2's and -V3's config.json have: latent attention, experts, YaRN's factors.
-Keys of training (aux_loss_alpha, seq_aux, ep_size) are not read."""
+Keys that only concern training (aux_loss_alpha, seq_aux, ep_size) are not read."""
 
 import math
 from typing import Any
@@ -14,7 +14,7 @@ WIDTHS = DEFAULTS["latents"]
 
 
 def deepseek_options(config: JsonObject, n_heads: int, n_layers: int, mscale_all_dim: float) -> dict[str, Any]:
-    """Return the [model] options that only DeepSeek models have. Problems are added to `config`."""
+    """Return the [model] options that only DeepSeek models have. Problems are added to `config.problems`."""
     model_type = config.values["model_type"]
     is_v2 = model_type == "deepseek_v2"
     reject_others(config, model_type, "deepseek")
@@ -52,7 +52,7 @@ def _experts_of_v2(config: JsonObject, n_dense: int) -> dict[str, Any]:
 
 
 def expert_options(config: JsonObject, n_dense: int, smallest: int = 2) -> dict[str, Any]:
-    """Return [model.moe] of a model whose first n_dense layers are dense. Groups need at least `smallest` experts."""
+    """Return [model.moe] of a model whose first n_dense layers are dense. A group needs at least `smallest` experts."""
     defaults = DEFAULTS[config.values["model_type"]]
 
     def integer(key: str) -> int:
@@ -86,8 +86,8 @@ def expert_options(config: JsonObject, n_dense: int, smallest: int = 2) -> dict[
 
 
 def yarn_factors(rope: JsonObject, scaling: float, attention_factor: float) -> dict[str, float]:
-    """Return rope_attention_factor and mscale_all_dim from YaRN's keys; `attention_factor` is that key's value, -1 if
-    it is missing. Keys that transformers and DeepSeek's own code read differently are rejected."""
+    """Return rope_attention_factor and mscale_all_dim from YaRN's keys; `attention_factor` is the value of the key of
+    this name, -1 if it is missing. Keys that transformers and DeepSeek's own code read differently are rejected."""
     if scaling == 1:
         return {}
     absent = [key for key in ("mscale", "mscale_all_dim") if rope.values.get(key) in (None, 0)]
@@ -168,7 +168,7 @@ def _check(model: Section, model_type: str) -> None:
 
 
 def hf_yarn_factors(model: Section) -> dict[str, float]:
-    """Return YaRN's keys for a model with latent attention."""
+    """Return the config.json keys of YaRN's factors for a model with latent attention."""
     factor, all_dim = model.rope_attention_factor, model.mla.mscale_all_dim
     if not all_dim:
         return {} if factor == -1 else {"attention_factor": factor}

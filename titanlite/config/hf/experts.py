@@ -1,4 +1,4 @@
-"""Conversion between a config.json's keys of experts and the section [model.moe]; deepseek.py has DeepSeek's keys."""
+"""Conversion between a config.json's keys for experts and the section [model.moe]; deepseek.py has DeepSeek's keys."""
 
 from typing import Any
 

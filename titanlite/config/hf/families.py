@@ -14,7 +14,7 @@ PLAIN: dict[str, Any] = _TABLES["plain"]  # default values of the options in whi
 TOGETHER = [set(keys) for keys in _TABLES["together"]]
 """Sets of keys that depend on each other: if one key of a set has changed, the export writes the full set anew."""
 DEFAULTS: dict[str, dict[str, Any]] = _TABLES["defaults"]
-"""Defaults of the keys of latent attention and, by model type, of DeepSeek's keys of experts."""
+"""Defaults of the keys for latent attention and, by model type, of DeepSeek's keys for experts."""
 OLD = ("qk_norm", "attention_bias", "mlp_bias", "sliding_window")
 """Options that the error message about an unsupported model always shows."""
 AMBIGUOUS = ("phi3", "glm", "ministral", "ministral3", "olmo2", "olmo3", "smollm3", "granite", "starcoder2", "gpt2")
@@ -23,12 +23,12 @@ AMBIGUOUS = ("phi3", "glm", "ministral", "ministral3", "olmo2", "olmo3", "smollm
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A model type of transformers: its class, its options, and the defaults of missing keys. The default None is
+    """A model type of transformers: its class, its options, and the defaults of missing keys. A default of None means
     n_heads for n_kv_heads, and hidden_size / num_attention_heads for head_dim."""
 
     architecture: str
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Options whose value in all models of this type differs from PLAIN."""
+    """Options with a fixed value for all models of this type, which differs from PLAIN."""
     free: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Options that vary between models of this type, with their additional values; "any": every value."""
     n_kv_heads: int | None = None
@@ -129,7 +129,7 @@ FAMILIES = {name: Family(**row, fits=FITS.get(name, lambda _: True)) for name, r
 
 
 def reject_others(config: JsonObject, model_type: str, table: str) -> None:
-    """Reject unsupported values of the keys that families.toml lists in only.any or only.deepseek (`table`)."""
+    """Reject unsupported values of the keys that families.toml lists in [only] under `table` ("any" or "deepseek")."""
     for row in _TABLES["only"][table]:
         if model_type in row.get("types", [model_type]) and model_type not in row.get("except", ()):
             config.only(row["key"], row.get("value"), row["reason"])

@@ -148,6 +148,6 @@ def hf_layers(model: Section, model_type: str) -> dict[str, Any]:
 
 
 def rope_of_kinds(model: Section) -> tuple[Section, Section]:
-    """Return the options of a layer without and of a layer with a window, or the model's if it has no such layer."""
+    """Return the options of a layer without a window, and of a layer with one; the model's if it has no such layer."""
     kinds = {bool(layer.sliding_window): layer for layer in model.of_layers()}
     return kinds.get(False, model), kinds.get(True, model)

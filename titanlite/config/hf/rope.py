@@ -1,4 +1,4 @@
-"""Conversion of a config.json's rotary options, in both spellings: rope_scaling and rope_parameters."""
+"""Conversion of a config.json's rotary options, under the old key rope_scaling and the new key rope_parameters."""
 
 from collections.abc import Callable, Set
 from typing import Any, NamedTuple
@@ -99,7 +99,7 @@ def _longrope(config: JsonObject, rope: JsonObject) -> dict[str, Any]:
 
 
 def _original_length(config: JsonObject, rope: JsonObject) -> int:
-    """Return the sequence length before scaling. transformers reads config.json's key first, then that in `rope`."""
+    """Return the sequence length before scaling. transformers reads config.json's key first, then the one in `rope`."""
     key = "original_max_position_embeddings"
     holders = [each for each in (config, rope) if each.values.get(key) is not None]
     return holders[0].integer(key) if holders else config.integer("max_position_embeddings")
@@ -133,7 +133,7 @@ MSCALES = {"deepseek_v2": yarn_factors, "deepseek_v3": yarn_factors, "ministral3
 
 
 def hf_rope(model: Section, model_type: str = "") -> dict[str, Any]:
-    """Return the config.json keys of the rotary embedding, in both spellings."""
+    """Return the rotary options under the old keys (rope_theta, rope_scaling) and the new one (rope_parameters)."""
     kind, scaling, own = model.rope_scaling_type, None, {}
     if model.partial_rotary_factor != 1:
         own["partial_rotary_factor"] = model.partial_rotary_factor

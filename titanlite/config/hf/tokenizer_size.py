@@ -7,7 +7,7 @@ from typing import Any
 from titanlite.config.regular_file import read_file
 
 LARGEST_FILE, MOST_IDS = 2**26, 2**20
-"""Most bytes of a tokenizer.json, and most ids of a tokenizer; published tokenizers have at most half as many."""
+"""Maximum size of a tokenizer.json in bytes, and of a tokenizer in ids; published ones have at most half of either."""
 
 
 def n_token_ids(path: Any) -> int:

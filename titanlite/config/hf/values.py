@@ -12,7 +12,7 @@ from titanlite.config.loader import ConfigError, show
 from titanlite.config.regular_file import read_file
 
 LARGEST_FILE, LARGEST = 2**20, 2**31 - 1
-"""Most bytes of a config.json, and the largest integer in a config.json."""
+"""Maximum size of a config.json in bytes, and the largest integer in a config.json."""
 
 
 def read_json_object(file: Path, content: bytes | None = None) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def read_json_object(file: Path, content: bytes | None = None) -> dict[str, Any]
 
 
 def how_to_download(folder: Path) -> str:
-    """Return advice on downloading a model if `folder` is no folder but a name on the hub, else ""."""
+    """Return advice on downloading a model if `folder` is not a folder but a name on the hub, else ""."""
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", f"{folder}") or folder.parent.exists():
         return ""
     return f"; if it is a model of the hub: hf download {folder} --local-dir assets/{folder.name}, and name that folder"
@@ -82,7 +82,7 @@ class JsonObject:
         self.rejected = set() if rejected is None else rejected
 
     def reject(self, key: str, message: str, *reads: str) -> None:
-        """Add a problem of a key, unless a key in `reads` was rejected: its value here is no longer the file's."""
+        """Add a problem with a key, unless a key in `reads` was rejected and no longer has the file's value."""
         if not self.rejected.isdisjoint(reads):
             return
         self.rejected.add(key)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from titanlite.tools.advise.search_space import Task
 
 MOST_DEVICES = 2**14  # listing the candidate layouts of more devices would take minutes
-TOKENS = 4 * 2**20  # tokens of an optimizer step by default, as for Llama 2 and 3 with 7 to 70 billion parameters
+TOKENS = 4 * 2**20  # default number of tokens per optimizer step: that of Llama 2 and 3 with 7 to 70 billion parameters
 
 
 def parse_options(argv: list[str]) -> Any:

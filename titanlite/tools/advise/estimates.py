@@ -7,12 +7,12 @@ from titanlite.tools.advise.search_space import STATE_BYTES, Candidate, Mesh, Ta
 from titanlite.tools.plan.planner import FRAGMENTATION, overhead_bytes
 
 COMPUTE, LINKS, REPEATED = 0.57, 0.8, {"none": 1.0, "selective": 1.03, "full": 1.2}
-"""Shares of a device's peak rates that steps reach, and the computation with each mode of activation checkpointing."""
-HOST, SLOWDOWN = 8e-4, 0.15  # seconds of kernels of any size; seconds that one of overlapped communication costs
+"""Shares of peak FLOP/s and bandwidths that steps reach; FLOPs by AC mode, as a multiple of the FLOPs without AC."""
+HOST, SLOWDOWN = 8e-4, 0.15  # fixed seconds of a layer's kernels; seconds lost per second of overlapped communication
 
 
 def estimate_bytes(task: Task, candidate: Candidate) -> float:
-    """Return an estimate of the worst rank's bytes, from the model's dimensions alone: weights, gradients, optimizer
+    """Estimate the bytes of the rank that needs most, from the model's dimensions: weights, gradients, optimizer
     states, gathered weights, activations of microbatches in flight, logits, messages and non-tensor overhead."""
     mesh, model, schedule = candidate.mesh, task.model, candidate.schedule
     layer_weights, own_weights = _layer_weights(task, mesh)
@@ -38,7 +38,7 @@ def estimate_bytes(task: Task, candidate: Candidate) -> float:
         messages = 2 * tokens * model.dim * n_microbatches * (2 if schedule == "1F1B" else 3.5 * candidate.stages)
         if schedule in SPLIT_BACKWARD:
             gathered += mesh.pp * n_layers / candidate.stages * between
-    # A compiled loss has 2 bytes for a logit and its gradient together; an uncompiled loss has 8 more bytes per logit.
+    # A compiled loss needs 2 bytes for a logit and its gradient together, an uncompiled loss 8 more bytes per logit.
     logits = (2 if candidate.compiled else 10) * matrix / model.dim * tokens * mesh.tp / candidate.loss_chunks(task)
     total = own_weights * STATE_BYTES + gathered + in_flight * saved + max(working, logits) + messages
     degrees = [mesh.pp, mesh.dp_replicate, shards, mesh.tp, mesh.cp // mesh.ulysses, mesh.ulysses]
@@ -47,14 +47,14 @@ def estimate_bytes(task: Task, candidate: Candidate) -> float:
 
 
 def estimate_seconds(task: Task, candidate: Candidate) -> float:
-    """Return an estimate of the seconds of a step, from FLOP and bytes of a rank and the device's rates.
+    """Estimate the seconds of a step from a rank's FLOPs and bytes and the device's rates.
 
-    `layer` has the seconds of a token of the rank in a layer: 6 FLOP per weight that it uses, and attention's; dim
-    2-byte values to each other rank of tp in 8 collectives (12 under full AC); keys and values to each other rank of a
-    ring, once forward and twice backward; all-to-alls of Ulysses and experts. HOST is added for each microbatch, layer
-    and step of a ring. A pipeline of s stages per rank takes the time of max(n, pp) + (min(n, pp) - 1) / s microbatches
-    for n. In a gradient accumulation step FSDP gathers 2-byte weights once (a pipeline) or twice and reduces 4-byte
-    gradients; it overlaps except in a pipeline. Messages between stages are not counted."""
+    `layer` is the time of a rank's token in a layer: its FLOPs (6 per weight, and attention's); `dim` 2-byte values to
+    each other rank of tp in 8 collectives (12 under full AC); keys and values to each other rank of a ring, once
+    forward and twice backward; the all-to-alls of Ulysses and experts. HOST is added per microbatch, layer and ring
+    step. With s stages per rank, n microbatches take as long as max(n, pp) + (min(n, pp) - 1) / s without a bubble. In
+    a gradient accumulation step FSDP gathers 2-byte weights twice (in a pipeline once) and reduces 4-byte gradients,
+    overlapped except in a pipeline. Messages between stages are not counted."""
     mesh, model, device, full = candidate.mesh, task.model, task.device, candidate.checkpointing == "full"
     n, n_accumulated = candidate.local_batch // candidate.microbatch, task.sequences / mesh.dp / candidate.local_batch
     ring, shards, n_layers = mesh.cp // mesh.ulysses, mesh.dp_shard * mesh.cp, model.n_layers / mesh.pp
@@ -82,7 +82,7 @@ def estimate_seconds(task: Task, candidate: Candidate) -> float:
 
 
 def _forwards_in_flight(candidate: Candidate, n_microbatches: int) -> float:
-    """Return how many forwards of stages wait for their backward at once on the first rank, which has the most."""
+    """Return how many stage forwards wait for their backward at once on the first pipeline rank, where most wait."""
     pp, stages = candidate.mesh.pp, candidate.stages
     if candidate.schedule in V_SHAPED:
         return min(2 * pp, 2 * n_microbatches)
@@ -91,7 +91,7 @@ def _forwards_in_flight(candidate: Candidate, n_microbatches: int) -> float:
 
 
 def _layer_weights(task: Task, mesh: Mesh) -> tuple[float, float]:
-    """Return two means over layers: the weights that FSDP gathers on a rank, and the weights of a rank's shard."""
+    """Return two mean numbers of weights per layer: those that FSDP gathers on a rank, and those in a rank's shard."""
     model, shards = task.model, mesh.dp_shard * mesh.cp
     matrices = 1 if model.tie_embeddings else 2
     total = (task.n_parameters - matrices * model.dim * model.vocab_size - model.dim) / model.n_layers
@@ -102,11 +102,11 @@ def _layer_weights(task: Task, mesh: Mesh) -> tuple[float, float]:
 
 
 def _expert_values(task: Task, mesh: Mesh) -> float:
-    """Return a mixture's number of 2-byte activations per token, as a mean over layers. Selective AC saves none."""
+    """Return how many 2-byte activations per token experts have, on average over layers. Selective AC saves none."""
     model, moe = task.model, task.model.moe
     if not moe.n_experts:
         return 0.0
-    # Without expert parallel, each tensor-parallel rank has all tokens and a shard of each expert's channels.
+    # Without expert parallelism, each tensor-parallel rank has all tokens and a shard of each expert's channels.
     tokens = mesh.tp if mesh.ep == 1 else 1
     rows, hidden = tokens * moe.n_experts_per_token * model.dim, moe.n_experts_per_token * model.expert_dim
     router = tokens * (2 * model.dim + 8 * moe.n_experts)
@@ -114,7 +114,7 @@ def _expert_values(task: Task, mesh: Mesh) -> float:
 
 
 def _layer_bytes(task: Task, candidate: Candidate) -> tuple[float, float, float]:
-    """Return a layer's bytes per microbatch: saved for the backward, temporary, kept within a split backward."""
+    """Return a layer's bytes per microbatch: saved for backward, temporary, kept between a backward's two halves."""
     mesh, model = candidate.mesh, task.model
     tokens = candidate.microbatch * task.seq_len / (mesh.cp * mesh.tp)
     dim, q_dim, kv_dim = model.dim, model.n_heads * model.head_dim, 2 * model.n_kv_heads * model.head_dim

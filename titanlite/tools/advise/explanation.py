@@ -12,7 +12,7 @@ from titanlite.tools.advise.search_space import CHECKPOINTING, GIB, LONG_SEQUENC
 from titanlite.tools.plan.report import GROUP_NAMES
 from titanlite.tools.plan.result import range_of, spread_of_difference
 
-MUCH_OVERLAPPED = 0.5  # overlapped communication is mentioned from this share of a step on
+MUCH_OVERLAPPED = 0.5  # share of a step above which overlapped communication is mentioned
 
 
 def layout_table(search: Search, n_layouts: int) -> Table:
@@ -41,7 +41,7 @@ def _precision_and_checkpointing(candidate: Candidate) -> str:
 
 
 def explain(search: Search) -> list[str]:
-    """Return a line for each choice of the recommended layout."""
+    """Return the reasons for the recommended layout, with a line for each choice."""
     task, layout, fastest = search.task, search.recommended(), search.fitting()[0]
     states = STATE_BYTES * task.n_parameters
     lines = [
@@ -67,7 +67,7 @@ def explain(search: Search) -> list[str]:
 
 
 def _explain_doubts(search: Search, layout: PlannedLayout) -> list[str]:
-    """Return a line that names other layouts that may be as fast as `layout`, and how to find out; or no line."""
+    """Return a line on layouts that may be as fast as `layout`, and on how to find out; no line if there are none."""
     others = [(one, *spread_of_difference(layout.spread, one.spread)) for one in search.fitting() if one is not layout]
     doubts = [each for each in others if abs(each[0].seconds - layout.seconds) < each[1]]
     if not doubts:

@@ -24,9 +24,9 @@ CLOSE = 1.03  # ratio of two step times below which plans cannot tell which layo
 
 
 class PlannedLayout(NamedTuple):
-    """The plan of a candidate: bytes of the worst rank, seconds of a step, tokens per second and device, and the share
-    of time that is pipeline bubble. `communication` are the seconds of all communication, `overlapped` those that
-    overlap with computation. `shares` is the result of report.time_shares. `problem` says why planning failed."""
+    """The plan of a candidate: bytes of the rank that needs most, seconds of a step, tokens per second per device, and
+    the share of time lost to the pipeline bubble. All communication takes `communication` seconds, `overlapped` of them
+    overlapped with computation. `shares` is the result of report.time_shares. `problem` says why planning failed."""
 
     candidate: Candidate
     bytes: int = 0
@@ -60,7 +60,7 @@ class Search:
     def __init__(self, task: Task):
         self.task, self.baseline = task, heuristic_baseline(task)  # baseline: degrees of the heuristic baseline
         self.planned: list[PlannedLayout] = []  # candidates planned so far, including failed plans
-        self.rejected: dict[Mesh, str] = {}  # the reason of each mesh's first rejection
+        self.rejected: dict[Mesh, str] = {}  # reason why each mesh was first rejected
         self._open = set(candidates(task))
         self.interrupted = False  # whether Ctrl-C ended the search early
 
@@ -73,8 +73,8 @@ class Search:
         return sorted(fitting, key=lambda layout: (round(layout.seconds, 3), _costs(layout.candidate)))
 
     def recommended(self) -> PlannedLayout:
-        """Return the best layout of those whose step takes at most CLOSE times the fastest: the widely used heuristic
-        baseline, or else the layout with the least communication, since communication is often slower than planned."""
+        """Choose among the layouts with steps of at most CLOSE times the fastest: the widely used heuristic baseline,
+        or else the layout with the least communication, since communication is often slower than planned."""
         fitting = self.fitting()
         close = [layout for layout in fitting if layout.seconds <= CLOSE * fitting[0].seconds]
         return min(close, key=lambda layout: (layout.candidate.mesh != self.baseline, layout.communication))
@@ -85,7 +85,7 @@ class Search:
         return min([*estimates, *(layout.bytes for layout in self.planned if not layout.problem)], default=math.inf)
 
     def remedy(self) -> str:
-        """Return a line with the number of devices that the estimate asks for, and options that need less memory."""
+        """Return a line on how many devices would be enough by the estimate, and on options that need less memory."""
         options = (
             'optimizer.state_dtype = "bfloat16" or training.enable_cpu_offload = true in a config need less memory'
         )
@@ -96,7 +96,7 @@ class Search:
         return f"by the estimate, {n:,} devices would not do either; {options}"
 
     def corrected(self, estimate: Callable[[Task, Candidate], float], figure: str) -> Callable[[Candidate], float]:
-        """Return an estimate of the `figure` of PlannedLayout that is corrected by the plans of similar candidates."""
+        """Return a function that estimates PlannedLayout's field `figure`, corrected by plans of similar candidates."""
         ratios: dict[tuple, list[float]] = {}
         for layout in self.planned:
             if not layout.problem:
@@ -129,7 +129,7 @@ class Search:
 
     def order(self) -> list[Candidate]:
         """Return the candidates that are estimated to fit, in the order in which to plan them: the heuristic baseline
-        and FSDP alone, then those with the shortest steps by their estimates."""
+        and FSDP alone, then those with the shortest estimated steps."""
         size, seconds = self.corrected(estimate_bytes, "bytes"), self.corrected(estimate_seconds, "seconds")
         first = self.baseline, Mesh(1, 1, self.task.n_devices, 1, 1, 1)
         fitting = (candidate for candidate in self._open if self.fits(size(candidate)))
@@ -137,7 +137,7 @@ class Search:
 
 
 def _similarities(candidate: Candidate) -> list[tuple]:
-    """Return keys of a candidate, most specific first. Memory estimates of candidates with a common key err alike."""
+    """Return a candidate's keys, most specific first. Estimates of candidates with a common key have similar errors."""
     mesh, compiled, full = candidate.mesh, candidate.compiled, candidate.checkpointing == "full"
     return [(*candidate[:3], compiled, full), (mesh, compiled), (mesh.pp > 1, compiled), ()]
 
@@ -152,7 +152,7 @@ def _split(candidate: Candidate) -> tuple[int, ...]:
 
 
 def _costs(candidate: Candidate) -> tuple[float, ...]:
-    """Return numbers that grow as a layout slows down: share of repeated computation, pp, cp and tp degrees."""
+    """Return numbers that are larger for layouts that tend to be slower: repeated work, pp, cp and tp degrees."""
     return REPEATED[candidate.checkpointing], *_degrees(candidate)
 
 

@@ -18,7 +18,7 @@ from titanlite.tools.plan.planner import resolve
 GIB = 2**30
 SCHEDULES = (("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4), ("ZBVZeroBubble", 2))
 """Pipeline schedules to try, each with its stages per rank."""
-CHECKPOINTING = ("none", "selective", "full")  # modes of activation checkpointing, by recomputed work
+CHECKPOINTING = ("none", "selective", "full")  # modes of activation checkpointing, in order of recomputed work
 LONG_SEQUENCE, LOCAL_SEQUENCE = 32_768, 8192
 """The heuristic baseline splits sequences of more than LONG_SEQUENCE tokens into LOCAL_SEQUENCE tokens per device."""
 MOST_NODES = 4  # largest number of nodes over which the experts of a layer are partitioned
@@ -80,8 +80,8 @@ class Mesh(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A layout to plan. `stages`: stages of each pipeline rank. `local_batch` (the per-device batch size) and
-    `microbatch` are numbers of sequences, and are equal without a pipeline."""
+    """A layout to plan. Each pipeline rank has `stages` stages. `local_batch` (the per-device batch size) and
+    `microbatch` are numbers of sequences; without a pipeline they are equal."""
 
     mesh: Mesh
     schedule: str
@@ -151,8 +151,8 @@ def _divisors(number: int) -> list[int]:
 
 def meshes(task: Task) -> Iterator[Mesh]:
     """Yield all meshes whose degrees multiply to the number of devices, with tensor parallelism inside a node and the
-    sequences divided evenly over the data-parallel ranks. Weights are replicated only on 8 nodes or more, and over
-    groups of full nodes; on fewer nodes, sharding over all nodes costs little and saves memory."""
+    sequences divided evenly over the data-parallel ranks. Weights are replicated only on 8 nodes or more, with full
+    nodes in each replica; on fewer nodes, sharding over all nodes costs little and saves memory."""
     per_node = task.device.devices_per_node
     for tp in _divisors(math.gcd(task.n_devices, per_node)):
         for pp in (pp for pp in _divisors(task.n_devices // tp) if pp <= task.model.n_layers):
@@ -169,7 +169,7 @@ def meshes(task: Task) -> Iterator[Mesh]:
 
 
 def expert_degrees(task: Task, n_ranks: int) -> list[int]:
-    """Return the expert-parallel degrees to try on n ranks: 1, the largest within a node, some over several nodes."""
+    """Return the expert-parallel degrees to try on n ranks: 1, the largest within a node, larger ones."""
     within_node = math.gcd(n_ranks, task.device.devices_per_node, task.model.moe.n_experts)
     degrees = _divisors(math.gcd(n_ranks, task.model.moe.n_experts)) if task.model.moe.n_experts else [1]
     return [ep for ep in degrees if ep == 1 or within_node <= ep <= MOST_NODES * within_node]

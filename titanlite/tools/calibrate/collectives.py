@@ -1,6 +1,6 @@
 """Measure collectives of several sizes in the kinds of groups that a layout's axes form: neighbouring ranks of a node;
-on several nodes, also one rank of each node, and all ranks. In a training step ranks compute between collectives. So
-each collective is timed after matrix products; its time includes waiting for slow ranks and waking threads."""
+on several nodes, also one rank of each node, and all ranks. As ranks compute between the collectives of a training
+step, each collective is timed after matrix products. Its time includes waiting for slow ranks and waking threads."""
 
 import warnings
 from collections.abc import Callable
@@ -37,8 +37,8 @@ def measure_collectives(timer: Timer, ranks_per_node: int) -> list[dict[str, obj
 
 
 def kinds_of_groups(world: int, per_node: int) -> list[list[list[int]]]:
-    """Return the kinds of groups to measure, and for each kind the ranks of all groups of that kind. Groups have 2, 4,
-    8, ... neighbours, all ranks of a node, one rank of each node, or all ranks."""
+    """Return the kinds of groups to measure, and for each kind the ranks of all groups of that kind. A group has 2, 4,
+    8, ... neighbouring ranks, all ranks of a node, one rank of each node, or all ranks."""
     sizes = sorted({2**i for i in range(1, per_node.bit_length()) if 2**i <= per_node} | {per_node} - {1})
     kinds = [[list(range(first, first + n)) for first in range(0, world, n)] for n in sizes if world % n == 0]
     if world > per_node:
@@ -107,7 +107,7 @@ def measure_slowdown(timer: Timer) -> float:
 
 
 def best_bandwidths(collectives: list[dict[str, object]]) -> dict[str, float]:
-    """Return the best bandwidth of an all-gather, in bytes/s received by a rank. Key: whether the group spans nodes."""
+    """Return the best bandwidth of an all-gather, in bytes/s received by a rank, by whether the group spans nodes."""
     best: dict[bool, float] = {}
     for row in collectives:
         if row["name"] == "all_gather":

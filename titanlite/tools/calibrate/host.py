@@ -1,7 +1,7 @@
-"""Measure host memory, storage, and the host's time to dispatch an operator. A forward and backward is timed with plain
-tensors and with DTensors, in a model whose operators are so small that they take almost no time. In a training step on
-a CPU, large operators evict the dispatcher's code and data from the caches. So a copy that evicts caches runs between
-the modules, and the time of the copies is subtracted. Every rank must call each measuring function."""
+"""Measure host memory, storage, and the host's time to dispatch an operator. A forward and backward of a model with
+tiny operators, which take almost no time, is timed with plain tensors and with DTensors. In a training step on a CPU,
+large operators evict the dispatcher's code and data from the caches. A copy that evicts caches therefore runs after
+each module, and the time of the copies is subtracted. Every rank must call each measuring function."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,14 +25,14 @@ from titanlite.torch_workarounds import ignore_warnings_of_views
 
 LEAST_SECONDS = 1e-7  # lower bound of a dispatch's time, since a difference of noisy measurements may be smaller
 UPDATED_VALUES, STORED_VALUES = 2**25, 2**24
-"""Number of elements of the weight that AdamW updates in host memory (more than caches hold), and of a saved weight."""
+"""Elements of the weight that AdamW updates in host memory (more than caches hold), and of the weight that is saved."""
 TINY = {"dim": 16, "n_layers": 4, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 16, "vocab_size": 16}
 
 
 def measure_dispatch(timer: Timer, operators: dict[str, list[list[float]]]) -> tuple[float, float]:
-    """Return the seconds to dispatch an operator on plain tensors, and the seconds of an operator on DTensors,
-    excluding the operators that it dispatches. `operators`: points (bytes, seconds) of measure_operators. On a CPU,
-    operators run on the host, so the time of the operators themselves is subtracted."""
+    """Return the seconds to dispatch an operator on plain tensors, and those of an operator on DTensors, excluding the
+    plain operators that it dispatches. `operators`: the points (bytes, seconds) that measure_operators returns. On a
+    CPU, operators run on the host, so their own time is subtracted."""
     mesh = init_device_mesh(timer.device.type, (dist.get_world_size(), 1), mesh_dim_names=("ranks", "one"))["one"]
     one = torch.ones(1, device=timer.device)
     collective = timer(lambda: dist.all_reduce(one, group=mesh.get_group()))

@@ -21,8 +21,8 @@ def measure_device(
     device: torch.device, *, ranks_per_node: int, checkpoint_folder: Path | None = None, show_progress: bool = False
 ) -> Device:
     """Measure the devices of all ranks, and return one Device with the results, the same on all ranks. Every rank must
-    call this function. Values that cannot be measured (power; with one node, the network) come from the data sheet of a
-    known GPU. Storage is measured in `checkpoint_folder`, which must exist."""
+    call this function. Values that cannot be measured (power and, on a single node, the network) come from the data
+    sheet of a known GPU. Storage is measured in `checkpoint_folder`, which must exist."""
     timer, world = Timer(device), dist.get_world_size()
     with progress_bar("calibrate", total=7, unit="groups of measurements", enabled=show_progress) as advance:
 

@@ -16,7 +16,7 @@ from titanlite.tools.plan.op_trace import OpTrace, Work
 
 aten = torch.ops.aten
 SIDES = {"cpu": (64, 256, 1024, 4096), "cuda": (128, 512, 2048, 8192, 32768)}  # values of m, n and k
-MOST_FLOPS = {"cpu": 2e9, "cuda": 1e14}  # largest FLOPs of a measured matrix product; attention: 4 times as many
+MOST_FLOPS = {"cpu": 2e9, "cuda": 1e14}  # largest FLOPs of a measured matrix product; attention: up to 4 times as many
 LENGTHS = {"cpu": (128, 256, 512, 1024, 2048, 4096), "cuda": (512, 1024, 2048, 4096, 8192, 16384, 32768)}
 HEAD_DIMS = {"cpu": (16, 64, 128), "cuda": (64, 128)}
 TOKENS_TIMES_HEADS = {"cpu": 2**15, "cuda": 2**20}
@@ -30,8 +30,8 @@ MEASURED_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def measure_matmul(timer: Timer) -> dict[str, list[list[float]]]:
-    """Return rows (m, n, k, FLOP/s) by data type. FLOP/s are over a linear layer's three products (output, input
-    gradient, weight gradient), which read operands in different orders; in bfloat16 on a CPU, over the first alone."""
+    """Return rows (m, n, k, FLOP/s) by data type. The FLOP/s cover a linear layer's three products (output, input
+    gradient, weight gradient), which read operands in different orders; in bfloat16 on a CPU, the output alone."""
     kind, rows = timer.device.type, {}
     for name, dtype in MEASURED_DTYPES.items():
         operands = RandomOperands(timer.device, dtype)
@@ -52,16 +52,16 @@ def _sizes(kind: str, most_flops: float) -> list[tuple[int, ...]]:
 
 class RandomOperands:
     """Returns random tensors, which are views of one buffer that grows to the largest request. A measured operator gets
-    other operands at each call: repeated operands would stay in a cache, which is rare in a training step. Operands are
-    random, since a GPU needs less power for zeros and is faster on them."""
+    different operands at each call: operands used again would still be in a cache, which is rare in a training step.
+    Operands are random, since a GPU needs less power for zeros and is faster on them."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
         self.device, self.dtype = device, dtype
         self.buffer = torch.empty(0)
 
     def turns(self, *shapes: tuple[int, ...], result: int = 0) -> list[list[Tensor]]:
-        """Return lists of tensors, each list with the given shapes. With a result of `result` elements for each list,
-        the lists are larger than the caches, except where MOST_TURNS limits their number."""
+        """Return lists of tensors, each list with the given shapes. Together with a result of `result` elements per
+        list, the lists exceed the caches, unless MOST_TURNS limits their number."""
         sizes = [math.prod(shape) for shape in shapes]
         size = (sum(sizes) + result) * self.dtype.itemsize
         n = min(math.ceil(UNCACHED[self.device.type] / size), MOST_TURNS)
@@ -74,7 +74,7 @@ class RandomOperands:
 
 
 def _in_turn(call: Callable[..., object], turns: Sequence[Sequence]) -> Callable[[], object]:
-    """Return a function that calls `call` with the next operands. It keeps its results, so each gets new memory."""
+    """Return a function that calls `call` with the next operands and keeps results, so that each gets new memory."""
     numbers, results = itertools.cycle(range(len(turns))), [None] * len(turns)
 
     def next_turn() -> None:
@@ -95,8 +95,8 @@ def _product_seconds(timer: Timer, operands: RandomOperands, m: int, n: int, k: 
 
 
 def _scaled_product(operands: RandomOperands, m: int, n: int, k: int) -> Callable[[], object]:
-    """Return a function that computes a float8 product with one scale per tensor, as torchao does. Private:
-    torch._scaled_mm (with the arguments of torch 2.11 to 2.15; run on no GPU)."""
+    """Return a function that computes a float8 product with one scale per tensor, as torchao does. This uses the
+    private torch._scaled_mm, with its arguments in torch 2.11 to 2.15; no GPU has run it."""
     dtype, scale = torch.float8_e4m3fn, torch.ones((), device=operands.device)
     call = functools.partial(torch._scaled_mm, out_dtype=torch.bfloat16, use_fast_accum=True)
     pairs = operands.turns((m, k), (n, k), result=m * n)
@@ -151,7 +151,7 @@ class Operands(NamedTuple):
 
 
 def _work_of(call: Callable[[], object]) -> Work:
-    """Return the operator that a call runs; of several operators, the one with the most bytes."""
+    """Return the operator that a call runs; if it runs several, the one that reads and writes the most bytes."""
     with OpTrace() as trace:
         call()
     works = [event for event in trace.segments[-1].events if isinstance(event, Work)]

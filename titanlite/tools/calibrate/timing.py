@@ -17,7 +17,7 @@ class Timer:
 
     def __init__(self, device: torch.device, seconds: float = 0.05):
         self.device, self.budget = device, seconds
-        self.spreads: list[float] = []  # per result: median relative deviation of the groups' times from that result
+        self.spreads: list[float] = []  # median relative deviation of the groups' times from each result
         self._barrier = 0.0  # seconds that a group without calls takes
         self._barrier = self._mean(lambda: None, 1)
 

@@ -18,22 +18,22 @@ from titanlite.techniques.fingerprints.sketch import N_PRODUCTS, distance
 from titanlite.tools.diff.computation import GRADIENT_NORM, inputs_of_entries, module_of
 
 GROWTH, LARGE, GROWTH_OF_OUTPUT = 32, 0.5, 12
-"""A tensor may differ by GROWTH times the distance of its inputs, or by GROWTH roundings (measured between right
+"""A tensor may differ by GROWTH times the distance of its inputs, or by GROWTH roundings (measured between correct
 layouts in 1,000 steps: 20 times, benchmarks/logs/fingerprints.log). A distance above LARGE may be at most GROWTH / 2
 times the distance of the tensor's inputs (measured: 11 times). A block's output, which contains the block's input, may
 differ by GROWTH_OF_OUTPUT times the distance of its inputs (measured: 5 times)."""
 PRODUCTS_ONLY = {"float8": 4, "int8": 4}
 """Number of roundings by which a tensor may differ, for data types to which only the operands of a block's seven matrix
-products are rounded. Two right blocks are at most sqrt(14) roundings apart (measured: 1.4)."""
+products are rounded. The results of two correct blocks are at most sqrt(14) roundings apart (measured: 1.4)."""
 GROWTH_OF_ROOT = 16
 """If the inputs have the distance d, some results may have the distance GROWTH_OF_ROOT * sqrt(d), since a fraction d of
-their elements differs fully: Adam takes a full step along a gradient of only rounding, and a router sends a token to
+their elements may differ fully: Adam takes a full step along a gradient that is only rounding, and a router chooses
 another expert. The largest measured factor is 7, with Muon in bfloat16, whose iteration magnifies small numbers."""
-LIKELY = 1e-3  # routers count as equal below this probability of sending a token to another expert
+LIKELY = 1e-3  # routers count as equal if a token goes to another expert with a smaller probability
 FACTOR, GROWTH_OF_FACTOR = 0.25, 8
 """If B = c A, |c - 1| / max(c, 1) may be FACTOR, or GROWTH_OF_FACTOR times the inputs' distance (measured: 4.4)."""
 MULTIPLE = 0.3  # B counts as a multiple of A if the norm of B - c A is at most this fraction of the norm of B
-FAR = 0.7  # least distance of unrelated tensors: they have sqrt(2), estimated below FAR for one such pair in 1,000
+FAR = 0.7  # tensors this far apart may be unrelated: of unrelated pairs, sqrt(2) apart, 1 in 1,000 seems nearer
 ZERO = 0.02
 """A gradient smaller than this fraction of one rounding of its module's largest gradient is only rounding. Biases of
 keys without rotary embedding had gradients of 0.001 to 0.003 roundings in float64, float32 and bfloat16."""
@@ -109,14 +109,14 @@ def compare_step(
     norms = {name: max(_norm(a[name]), _norm(b[name])) for name in inputs}
     limits, entries = _Limits(descriptions, norms, before, is_first=is_first), []
     used = {name: far for name, far in distances.items() if " ".join(name.split(" ")[:2]) not in limits.unused}
-    lists = {id(own): own for own in inputs.values()}  # each list of inputs once: many tensors have the same list
+    lists = {id(own): own for own in inputs.values()}  # lists of inputs without duplicates: many tensors share a list
     largest = {key: max([used[each] for each in own if each in used], default=0.0) for key, own in lists.items()}
     for name, own in inputs.items():
         tensors, far, explained = (a[name], b[name]), distances[name], largest[id(own)]
         phase, _, tensor = name.partition(" ")
         allowed, is_weight = limits.allowed(name, explained), phase == "update" and " " not in tensor
         is_far = is_weight and f"input {tensor}" not in inputs
-        if is_weight and not is_far:  # compare changes of weights, since weights are far larger
+        if is_weight and not is_far:  # compare the changes of weights, since the weights themselves are far larger
             tensors = tuple(_change(each[f"input {tensor}"], each[name]) for each in (a, b))
             far = distance(*tensors)
             allowed += GROWTH * limits.of_weights * _norm(a[name]) / (max(map(_norm, tensors)) or 1)
@@ -129,7 +129,7 @@ def compare_step(
 
 
 class _Limits:
-    """The allowed distance of each tensor of a step. `norms`: the larger of a tensor's norms in the two runs."""
+    """The allowed distances of a step's tensors. `norms`: by name, the larger of a tensor's norms in the two runs."""
 
     def __init__(self, descriptions: Descriptions, norms: Distances, before: Distances, *, is_first: bool):
         self.norms, self.before, self.is_first = norms, before, is_first
@@ -152,7 +152,7 @@ class _Limits:
         """Parameters whose gradient is zero except for rounding."""
 
     def allowed(self, name: str, explained: float) -> float:
-        """Return the allowed distance of a tensor; for an update, the tensor is the weight's change before rounding."""
+        """Return the allowed distance of a tensor; for a weight's update, that of the change before rounding."""
         phase, _, tensor = name.partition(" ")
         if phase == "input":
             return self._allowed_of_input(tensor)
@@ -168,7 +168,7 @@ class _Limits:
         return allowed
 
     def _allowed_of_input(self, tensor: str) -> float:
-        """Return the allowed distance of a step's input; infinity for weights and states of later compared steps."""
+        """Return the allowed distance of an input: infinity for weights and states after the first compared step."""
         if tensor in ("tokens", "targets") or self.is_first:
             return SUMMED if tensor in ("tokens", "targets") or self.same_weights_dtype else GROWTH * self.of_weights
         if " " in tensor or tensor in self.parameters or f"input {tensor}" not in self.before:
@@ -182,7 +182,7 @@ class _Limits:
 
 
 def _ratio(tensors: tuple[Tensor, ...], far: float, allowed: float, explained: float) -> tuple[float, float]:
-    """Return c of B = c A (`tensors`: A, B), and the allowed distance, smaller if rounding does not explain c."""
+    """Return c with B = c A (`tensors`: A, B), and the allowed distance, reduced if rounding does not explain c."""
     ratio = constant_ratio(*tensors, tolerance=allowed) if far > min(allowed, FACTOR) else 1.0
     factor = max(FACTOR, GROWTH_OF_FACTOR * explained)
     is_multiple = abs(ratio - 1) > factor * max(ratio, 1) and allowed < math.inf

@@ -1,11 +1,11 @@
-"""Find the inputs of each tensor of a step by the names of fingerprints."""
+"""Find the inputs from which a step computes each of its tensors, by the names of the fingerprints."""
 
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 
 GRADIENT_NORM = "gradient norm"
-"""Name of the norm over all gradients, by which these are clipped; compare.py computes it, since files lack it."""
+"""Name of the norm over all gradients, which clipping uses. compare.py computes it, since fingerprint files lack it."""
 BACKWARD_ORDER = (
     *(r"ffn_post_norm\.", r"feed_forward\.(.+\.)?w2", r"feed_forward\.", r"ffn_norm\."),
     *(r"attention_post_norm\.", r"attention\.wo", r"attention\.", r"attention_norm\."),
@@ -46,7 +46,7 @@ def inputs_of_entries(names: Collection[str]) -> dict[str, list[str]]:
         of_all = known(f"gradient {weight}", GRADIENT_NORM)
         inputs |= {name: of_all + known(name.replace("update", "input", 1)) for name in entries if name.count(" ") > 1}
         inputs[f"update {weight}"] = [*of_all, *known(f"input {weight}"), *states[weight]]
-    inputs |= {name: [] for name in sorted(present - inputs.keys())}  # tensors that titanlite's models lack
+    inputs |= {name: [] for name in sorted(present - inputs.keys())}  # tensors that no model of titanlite has
     return {name: own for name, own in inputs.items() if name in present}
 
 
@@ -56,7 +56,7 @@ def _grouped(names: Collection[str]) -> tuple[defaultdict[str, list[str]], ...]:
     for name in in_order(names, lambda name: name.partition(" ")[2]):
         phase, _, tensor = name.partition(" ")
         found[phase].append(tensor)
-        if phase == "input":  # "input": weights, buffers, optimizer states
+        if phase == "input":  # this phase has weights, buffers, optimizer states
             weight, _, state = tensor.partition(" ")
             (states[weight] if state else weights[module_of(tensor)]).append(name)
         elif phase == "update":

@@ -11,7 +11,7 @@ from titanlite.tools.diff.compare import Step
 from titanlite.tools.diff.report import PHASES, WORDS, judge, report
 from titanlite.tools.html_page import WIDTH, figure_style, page, printed, svg_figure
 
-SMALLEST = 1e-18  # distances below this one, also 0, are drawn at this height
+SMALLEST = 1e-18  # smaller distances, and 0, are drawn at this height
 PHASE_COLOURS = dict(zip(PHASES, ("#999999", "#4477aa", "#cc6677", "#ddaa33", "#117733"), strict=True))
 CAPTIONS = WORDS["captions"]
 

@@ -49,8 +49,8 @@ def report(steps: list[Step], a: Path, b: Path) -> Group:
 
 
 def changed_options(a: Path, b: Path) -> list[str]:
-    """Return a line for each option, except folders, that differs between the configs that both runs have saved. The
-    two versions of titanlite may have different options."""
+    """Return a line for each option, except folders, that differs between the two runs' saved configs. The runs may be
+    of different versions of titanlite, with different options."""
     files = [str(run / "config.toml") for run in (a, b) if (run / "config.toml").exists()]
     changed = differences(*(_by_key(read_toml(file)) for file in files)) if len(files) == 2 else {}
     names = [key for key in changed if not key.endswith("folder") and key != "job.description"]
@@ -93,7 +93,7 @@ def verdict_lines(steps: list[Step]) -> list[str]:
 
 
 def quantities(a: Description, b: Description) -> dict[str, float]:
-    """Return, by name, numbers by which a run may have multiplied a gradient; if the runs' numbers differ, both."""
+    """Return, by name, the numbers by which a run may have multiplied a gradient; those of both runs if they differ."""
     same = dict(a.counts.items() & b.counts.items())
     both = [(f"{name} of {run}", name, value) for run, of in (("A", a), ("B", b)) for name, value in of.counts.items()]
     return same | {text: value for text, name, value in both if name not in same}

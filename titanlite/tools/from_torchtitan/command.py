@@ -30,7 +30,7 @@ def listing(rows: list[Row]) -> Table:
 
 
 def main(argv: list[str]) -> int:
-    """Write the config, and the listing to standard error. Return 0; 2 if titanlite would reject the config."""
+    """Write the config, and the listing to standard error. Return 0, or 2 if titanlite would reject the config."""
     if len(argv) not in (1, 2) or any(not name or name.startswith("-") for name in argv):
         raise ConfigError(["expected titanlite config --from-torchtitan FILE [TARGET.toml]"])
     source, *targets = argv

@@ -22,7 +22,7 @@ _TABLES = read_toml(str(Path(__file__).with_name("keys.toml")))
 
 
 class Missing(NamedTuple):
-    """A key of torchtitan without an option of titanlite, and the reason. A key whose value is `off` has no effect, so
+    """A key of torchtitan for which titanlite has no option, and the reason. With the value `off` it has no effect, so
     nothing is lost. A key without `off` has an effect only if another missing key, which the listing names, is on."""
 
     reason: str
@@ -56,7 +56,7 @@ WHATEVER_THE_FILE_SAYS: list[str] = _TABLES["whatever_the_file_says"]
 
 
 class Row(NamedTuple):
-    """A line of the listing. `matters` is false if the conversion loses nothing of the key."""
+    """A line of the listing. `matters` is false if nothing is lost although the key is not converted."""
 
     status: str
     source: str
@@ -91,7 +91,7 @@ class Conversion:
         return DEFAULTS[key] if key in DEFAULTS else OPTIONS[key].default if key in OPTIONS else None
 
     def number(self, key: str, default: float) -> Any:
-        """Return a key's value if it is above 0 or -1; otherwise `default`: the schema later reports a wrong value."""
+        """Return a key's value if it is -1 or above 0; otherwise `default`; the schema later reports a wrong value."""
         value = self.get(key)
         return value if type(value) in (int, float) and (0 < value < LARGEST or value == -1) else default
 
@@ -150,7 +150,7 @@ class Conversion:
         return "\n".join(lines).lstrip("\n") + "\n"
 
     def _add_switches(self) -> None:
-        """Set a switch to off if its options are set: torchtitan ignores them, titanlite would reject them."""
+        """Write a switch that is off if its options are set, which torchtitan ignores and titanlite would reject."""
         for dependent in DEPENDENT_OPTIONS:
             switch = dependent.switch
             if switch in self.options or switch.startswith("model."):  # [model]'s switches come from model.flavor
@@ -185,7 +185,7 @@ def _precedence(key: str, value: Any) -> int:
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the keys of all tables with their values, as section.key."""
+    """Yield each key of all tables, as section.key, with its value."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from flat(value, f"{prefix}{name}.")

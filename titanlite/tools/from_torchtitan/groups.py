@@ -60,7 +60,7 @@ def _model(to: Conversion) -> None:
         return
     to.put(FLAVOR, ours := changes.pop("flavor"), key)
     if not changes:
-        to.statuses[key] = RENAMED  # a call of `to` below may replace this status
+        to.statuses[key] = RENAMED  # a method of `to`, called below, may replace this status
     if changes.pop("document_mask", False):
         to.put("training.document_mask", True, key)
     if name == "deepseek_v3" and to.number("training.seq_len", 2048) <= DEEPSEEK_ORIGINAL_SEQ_LEN:
@@ -73,8 +73,8 @@ def _model(to: Conversion) -> None:
 
 
 def _schedule(to: Conversion) -> None:
-    """Convert the warmup and the decay so that every step has the same learning rate. torchtitan shortens a warmup or a
-    decay that exceeds the total. Its decay would end in the step after the last step, which it counts."""
+    """Convert the warmup and the decay so that every step has the same learning rate as in torchtitan, which shortens a
+    warmup or a decay that exceeds the total, and counts a first step of the decay that still has the peak rate."""
     warmup_key, ratio_key = "lr_scheduler.warmup_steps", "lr_scheduler.decay_ratio"
     steps = to.number("training.steps", 10_000)
     total = to.number("lr_scheduler.total_steps", steps)
@@ -118,7 +118,7 @@ def _data(to: Conversion) -> None:
 
 
 def _dataset(to: Conversion, section: str) -> tuple[str, Any, dict[str, Any]]:
-    """Return the name, the path and the options of a dataset. The schema reports an unknown name, so keep it."""
+    """Return the name, the path and the options of a dataset. An unknown name is kept, and the schema reports it."""
     name, path = to.get(f"{section}.dataset"), to.get(f"{section}.dataset_path") or ""
     kind = name.lower() if isinstance(name, str) else shown(name)
     if kind == "c4" and not path:

@@ -15,17 +15,17 @@ from titanlite.model import Documents, Llama
 
 
 class Step:
-    """Says which tokens the next forward adds to the cache of all layers."""
+    """Says which tokens the next forward adds to the caches of all layers."""
 
     sequence: int | None = None
-    """Number of the sequence whose prompt the next forward adds; None: the forward adds one token to each sequence."""
+    """Index of the sequence whose prompt the next forward adds; None: the forward adds one token to each sequence."""
     sequences_B: Tensor
     positions_B: Tensor  # position of each sequence's new token
     keys: dict[int, tuple[slice, Tensor]]
     """By sliding window: the positions to which any sequence attends, and the mask of each sequence, [B, 1, 1, S]."""
 
     def decode(self, positions: list[int], windows: Iterable[int], device: torch.device) -> None:
-        """Make the next forward add one token per sequence, at `positions`. `windows`: the layers' windows; 0: none."""
+        """Make the next forward add one token per sequence, at `positions`. `windows`: sliding windows; 0: none."""
         self.sequence, self.sequences_B = None, torch.arange(len(positions), device=device)
         self.positions_B = torch.tensor(positions, device=device)
         end, last_B1 = max(positions) + 1, self.positions_B[:, None]
@@ -57,7 +57,7 @@ class CachedAttention(nn.Module):
             return self.inner(q_BTHK, k_BTGK, v_BTGK)
         for cache_BGSK, x_BTGK in ((self.k_BGSK, k_BTGK), (self.v_BGSK, v_BTGK)):
             cache_BGSK[step.sequences_B, :, step.positions_B] = x_BTGK[:, 0]
-        # The query heads of a KV head become its queries, because few attention backends mask grouped-query attention.
+        # Treat the M query heads of a KV head as M queries: few attention backends support masks with grouped queries.
         q_BGMK = q_BTHK[:, 0].unflatten(1, (k_BTGK.shape[2], -1))
         keys, mask_B11S = step.keys[self.inner.window]
         k_BGSK, v_BGSK = self.k_BGSK[:, :, keys], self.v_BGSK[:, :, keys]

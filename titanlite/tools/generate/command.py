@@ -118,7 +118,7 @@ def main(argv: list[str]) -> int:
 
 
 def read_prompts(file: Path) -> list[str]:
-    """Return a file's prompts: lines or, in .jsonl, their "prompt". Raises ConfigError for a line without "prompt"."""
+    """Return a file's prompts: its lines or, in .jsonl, each line's "prompt". Raises ConfigError if a line has none."""
     lines = read_lines(file, "--prompts ")
     if ".jsonl" not in file.suffixes:
         return lines
@@ -132,8 +132,8 @@ def read_prompts(file: Path) -> list[str]:
 
 
 def read_lines(file: Path, argument: str = "") -> list[str]:
-    """Return the lines of a file, split as training data with text_sample_by = "line" is. Raises ConfigError, which
-    begins with `argument`, if the file cannot be read or has more than LARGEST_FILE characters."""
+    """Return the lines of a file, split as training data with text_sample_by = "line" is. Raises ConfigError, whose
+    text begins with `argument`, if the file cannot be read or has more than LARGEST_FILE characters."""
     options, lines, size = Training(dataset="text", text_sample_by="line"), [], 0
     try:
         for row in read_rows(options, segment_of(options, file), ["text"]):

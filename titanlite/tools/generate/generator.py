@@ -19,8 +19,8 @@ Choose = Callable[[torch.Tensor, range], list[int]]
 class Generator:
     """Continues prompts with a model, at most `batch_size` prompts at a time.
 
-    Under tensor parallel every rank must make the same calls, and gets the same logits. Tensor parallel shards
-    activations over tokens, so the number of tokens of a forward must be a multiple of the degree: prompts are padded
+    Under tensor parallelism every rank must make the same calls, and gets the same logits. Tensor parallelism shards
+    activations over tokens, so the number of tokens of a forward must be a multiple of the degree. Prompts are padded
     at their end, and batches are padded with copies of the first sequence.
 
     Args:

@@ -21,7 +21,7 @@ class Sampling:
 
 def prompt_generators(prompts: list[str], seed: int) -> list[torch.Generator]:
     """Return a random number generator for each prompt, seeded by `seed`, the prompt, and the number of equal prompts
-    before it. So a generated text does not depend on other prompts, and equal prompts get different texts."""
+    before it. Thus a generated text does not depend on other prompts, and equal prompts get different texts."""
     counts, generators = collections.Counter[str](), list[torch.Generator]()
     for prompt in prompts:
         # repr is valid UTF-8; the text of a command-line argument may not be

@@ -140,13 +140,13 @@ def _norm(tensors: Tensors) -> Tensor:
 
 def _allowed(error: Tensor | float, magnitude: Tensor | float = 1.0) -> float:
     """Return the relative distance that rounding explains. `error`: the relative distance of a result in the program's
-    dtypes from that in float64; NaN if both are zero. `magnitude` multiplies float64's tolerance if it is above 1."""
+    dtypes from the result in float64; NaN if both are zero. `magnitude` multiplies float64's tolerance if above 1."""
     factors = [ROUNDING_FACTOR * float(error), FLOAT64_TOLERANCE * float(magnitude), FLOAT64_TOLERANCE]
     return max(factor for factor in factors if math.isfinite(factor))
 
 
 def _error_of_sum(tensors: Tensors) -> float:
-    """Return the relative error of a norm whose squares are summed in float32 one by one, the worst order."""
+    """Return the relative error of a norm whose squares are summed one by one in float32, the least exact order."""
     squares = [tensor.flatten().square().numpy() for tensor in tensors.values()]
     lost = sum(abs(np.cumsum(each, dtype=np.float32)[-1] - each.sum()) for each in squares)
     return float(lost / (sum(each.sum() for each in squares) or 1.0))
@@ -195,7 +195,7 @@ def forward_backward(recorded: RecordedStep, dtypes: Dtypes, mean_BT: Tensor | N
 
 
 def with_z_loss(weight: float, logits_NV: Tensor, targets_N: Tensor, group: None) -> Tensor:
-    """Return the cross entropy of each token. The gradient is that of its sum with weight * logsumexp(logits)^2."""
+    """Return the cross-entropy of each token, with the gradient of cross-entropy + weight * logsumexp(logits)^2."""
     z_N = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)).logsumexp(-1).square() * weight
     return cross_entropy(logits_NV, targets_N) + (z_N - z_N.detach()).where(targets_N != IGNORED, 0)
 
@@ -207,8 +207,8 @@ def round_angles(model: Llama) -> None:
 
 
 def updates(recorded: RecordedStep, gradients: Tensors, dtype: torch.dtype) -> Tensors:
-    """Return what the optimizer's step adds to each weight, in float64, from weights in `dtype`. The optimizer states
-    are zero or, for a second step, the states after a first step with that step's recorded gradients."""
+    """Return in float64 what the optimizer's step adds to each weight, computed in `dtype`. The optimizer states are
+    zero before a first step; before a second step they are those after a first step with its recorded gradients."""
     options, previous = recorded.step.optimizer, recorded.previous
     parameters = {name: nn.Parameter(recorded.weights[name].to(dtype, copy=True)) for name in gradients}
     groups = [
@@ -295,7 +295,7 @@ def _quantities(recorded: RecordedStep) -> dict[str, float]:
 
 
 def _other_terms(recorded: RecordedStep, rows: list[Row], quantities: dict[str, float], key: str) -> Iterator[str]:
-    """Yield a text if a wrong factor on one of OTHER_TERMS explains all differences of the gradients."""
+    """Yield a text if a wrong factor of the term `key` (OTHER_TERMS) explains all differences of the gradients."""
     step = recorded.step.model_copy(update={key: None})
     without = forward_backward(dataclasses.replace(recorded, step=step), FLOAT64).gradients
     bare = [without[row.name.removeprefix("gradient ")] for row in rows]
@@ -311,7 +311,7 @@ def _other_terms(recorded: RecordedStep, rows: list[Row], quantities: dict[str, 
 
 
 def _other_losses(recorded: RecordedStep, groups: dict[str, list[Row]], kind: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield each known mistake in the loss that explains the rows of `kind`: a text, and all kinds that it explains."""
+    """Yield each known mistake in the loss that explains the rows of `kind`, as a text and all kinds it explains."""
     valid_BT, degrees, n_sequences = recorded.targets_BT != IGNORED, recorded.step.degrees, len(recorded.targets_BT)
     counts: dict[int, list[str]] = {}
     for name, count in {

@@ -44,7 +44,7 @@ USAGE = """titanlite parity CONFIG.toml [--section.key=value ...] [--own FILE.py
        titanlite parity CONFIG.toml [--section.key=value ...] --gates [--baseline FOLDER] [--steps=12]
        titanlite parity --against FOLDER"""
 TIMEOUT_SECONDS = 600
-GIB_PER_RANK = 0.15  # memory of a rank of the shrunk model on a CPU; 0.10 to 0.13 GiB were measured
+GIB_PER_RANK = 0.15  # memory of a rank with the shrunk model on a CPU; 0.10 to 0.13 GiB were measured
 
 
 def main(argv: list[str]) -> int:

@@ -9,7 +9,7 @@ from titanlite.config import Config
 from titanlite.tools.parity.reference import Trace, run_reference
 
 FLOAT64_TOLERANCE = 1e-11
-"""float64 rounds by 1.1e-16. A layout sums some thousand terms of a gradient in another order, with a relative error of
+"""float64 rounds by 1.1e-16. A layout sums some thousand terms of a gradient in its own order, with a relative error of
 1e-13. AdamW divides by the gradient's size, so an update has this error too, unless a gradient is only rounding."""
 ROUNDING_FACTOR = 8
 """In lower precision than float64, a layout may differ from the reference by this many times the distance between the
@@ -95,7 +95,7 @@ def print_comparison(reference: Trace, layout: Trace, tolerances: dict[str, floa
 
 
 def print_tolerances(reference: Trace, layout: Trace, tolerances: Numbers) -> bool:
-    """As print_comparison, but print each entry's differences, measured and allowed, over its largest element."""
+    """Like print_comparison, but print each entry's measured and allowed difference over its largest element."""
     actual, allowed, wrong, conclusion = judge(reference, layout, tolerances)
     print(f"{'largest difference over the largest element':60} {'measured':>9} {'allowed':>9}")
     for name, difference in actual.items():

@@ -1,4 +1,4 @@
-"""Train a config several times, as `titanlite train` does, and compare the runs: the gates of `parity --gates`."""
+"""Train a config several times, as `titanlite train` does, and compare the runs, for `titanlite parity --gates`."""
 
 import dataclasses
 import random
@@ -34,8 +34,8 @@ class Run:
     arguments: list[str]
 
     def until(self, step: int, how: int = 0) -> dict[int, dict[str, Any]]:
-        """Start the run and, once `step` is logged, send it the signal number `how`; with 0, wait for the run's end.
-        Return the logged rows by step. Raises ConfigError if the run fails, or ends before `step`."""
+        """Start the run and, once `step` is logged, send it the signal number `how`; if `how` is 0, wait for the run's
+        end. Return the logged rows by step. Raises ConfigError if the run fails, or ends before `step`."""
         self.folder.mkdir(exist_ok=True)
         command = [sys.executable, "-m", "titanlite", "train", *self.arguments, f"--job.dump_folder={self.folder}"]
         with (self.folder / "output.log").open("wb") as log:
@@ -78,7 +78,7 @@ class Run:
 
 
 def run_gates(config: Config, arguments: list[str], steps: int, baseline: Path | None) -> int:
-    """Print a line for each gate; return the exit status: 0 if all hold, else 1. Raises ConfigError if a run fails."""
+    """Print a line for each gate; return the exit status, 0 if all hold, else 1. Raises ConfigError if a run fails."""
     arguments = [*arguments, f"--training.steps={steps}", "--metrics.log_freq=1", "--debug.fingerprint_freq=1"]
     arguments += ["--checkpoint.enable=true", f"--checkpoint.interval={INTERVAL}"]
     recorded = Run(baseline, []) if baseline and baseline.exists() else None

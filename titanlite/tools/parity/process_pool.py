@@ -32,7 +32,7 @@ class RankDied(RankError):
 
 class ProcessPool:
     """Ranks that run one call after the other. If a rank fails, other ranks wait until a collective times out. Ranks
-    are forked from a server that has only imported torch, or are processes of `context` (multiprocessing)."""
+    are forked from a server that has only imported torch, or are processes of `context`, a multiprocessing context."""
 
     def __init__(self, world_size: int, timeout_seconds: int = 60, backend: str = "gloo", context: Any = None):
         self.world_size, self.timeout_seconds, self.calls, self.broken = world_size, timeout_seconds, 0, False
@@ -109,7 +109,7 @@ def _serve(rank: int, group: dict[str, Any], pipe: Any) -> None:
     end_after(multiprocessing.parent_process().join, "main process")
     size = group["world_size"]
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{size}", "LOCAL_WORLD_SIZE": f"{size}"}
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # launch.process_group does this, too
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # launch/process_group.py sets it, too
     faulthandler.enable()  # print the stack of a rank that dies
     torch.set_num_threads(1)
     dist.init_process_group(rank=rank, **group)

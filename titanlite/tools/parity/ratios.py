@@ -1,4 +1,4 @@
-"""Find the ratios of another program's numbers to the right ones, and their possible causes.
+"""Find the ratios of another program's numbers to the correct numbers, and possible causes of these ratios.
 
 A wrong constant factor of gradients nearly always comes from a mean over the wrong number of ranks, tokens or
 accumulation steps. The factor, and the precision with which it is known, tell which number the program divided by."""
@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-LARGEST_ALLOWED = 0.25  # above this allowed relative distance, a tensor has no meaningful ratio
-COARSE = 0.5  # relative distance from which tensors that agree count as coarse: half or twice the tensor is as far
-SMALL_FACTOR = 1.01  # the report shows a ratio nearer to 1 as a difference, unless it is a known factor's
+LARGEST_ALLOWED = 0.25  # largest allowed relative distance with which a tensor has a meaningful ratio
+COARSE = 0.5  # relative distance from which equal tensors count as coarse: half a tensor is this far from the tensor
+SMALL_FACTOR = 1.01  # a ratio nearer to 1 is reported as a difference, unless a known factor explains it
 
 
 class Row(NamedTuple):
@@ -74,7 +74,7 @@ def clusters(rows: list[Row]) -> tuple[dict[float, list[Row]], list[Row]]:
 
 
 def describe(ratio: float, precision: float, quantities: Mapping[str, float]) -> str:
-    """Return a text about a ratio, such as "2.0 x too small: dp = 2", which names all its `reasons`."""
+    """Return a text that names a ratio and all its `reasons`, such as "2.0 x too small: dp = 2"."""
     factor, word = (ratio, "large") if ratio > 1 else (1 / ratio, "small")
     matches = reasons(ratio, precision, quantities)
     if not matches and factor < SMALL_FACTOR:

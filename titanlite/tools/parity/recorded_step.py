@@ -4,7 +4,7 @@ docs/verify_your_trainer.md lists the folder's files, and RecordedOptions descri
 and row order of transformers (model.layers.0.self_attn.q_proj.weight), or those of Llama and titanlite
 (layers.0.attention.wq.weight; neighbouring rows of wq and wk are rotated together). The tensors' data type is the type
 of the program's weights, or a wider one. The step is the optimizer's first: all optimizer states were zero. Files of
-other programs are not trusted: no pickle is read, and any mistake in them is a ConfigError of one line."""
+other programs are not trusted: no pickle is read, and any mistake in them raises a ConfigError with one line."""
 
 import dataclasses
 import functools
@@ -113,7 +113,7 @@ class RecordedStep:
 
 def read_steps(folder: Path) -> list[RecordedStep]:
     """Read and check the first step and, if there is a folder "second", the second step. Raises ConfigError as
-    `read_step`, or if "second" does not contain the next step of the same optimizer."""
+    `read_step` does, or if "second" does not contain the next step of the same optimizer."""
     first, place, problem = read_step(folder), folder / "second", ""
     if not (place.exists() or place.is_symlink()):
         return [first]
@@ -263,7 +263,7 @@ def _check_names(place: Path, found: set[str], expected: set[str], expectation: 
 def _sources(
     shapes: dict[str, torch.Size], model: Model, *, is_stacked: bool
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, torch.Size]]:
-    """Return the names of transformers' tensors that contain each tensor of titanlite, and their shapes."""
+    """Return, for each tensor of titanlite, the names of transformers' tensors that contain it, and their shapes."""
     sources, expected = {}, {}
     for names, ours in hf_tensors(model, shapes).items():
         shape = hf_shape(ours, shapes, model)

@@ -29,7 +29,7 @@ gradient NAME"; "final weight NAME", for buffers too; "validation loss", the los
 
 def trace_of(kind: str, tensors: dict[str, Tensor]) -> Trace:
     """Copy tensors to the CPU, all-gathering sharded ones, and return them under the names f"{kind} {name}"."""
-    # Hide DTensor's warning that a gather over two mesh axes takes two collectives; a test may be slow.
+    # Hide DTensor's warning that a gather over two mesh axes takes two collectives: a parity test may be slow.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     given = {name: t for name, t in tensors.items() if t is not None}  # a frozen weight has no gradient
     full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in given.items()}
@@ -39,7 +39,7 @@ def trace_of(kind: str, tensors: dict[str, Tensor]) -> Trace:
 class RandomSequences:
     """Sequences of random tokens, computed from the seed and the global index alone, or the sequences of own.data. The
     numbers of valid targets differ widely, so that a loss averaged over ranks or gradient accumulation steps instead of
-    tokens differs from the reference. The sequences belong in turn to three datasets, as in a mixture."""
+    tokens differs from the reference. The sequences belong to three datasets in turn, as in a mixture."""
 
     names = ("a", "b", "c")
 
@@ -106,7 +106,7 @@ def run_reference(config: Config, device: torch.device, *, steps: int) -> Trace:
     parameters = dict(model.named_parameters())
 
     def losses_of_step(step: int) -> tuple[Tensor, Tensor]:
-        """Return the mean loss over the global batch's valid tokens, and that over each dataset's valid tokens."""
+        """Return the mean loss over the valid tokens of the global batch, and that over those of each dataset."""
         batch = [sequences[index] for index in range((step - 1) * batch_size, step * batch_size)]
         tokens, targets, positions = (torch.from_numpy(np.stack(column)) for column in zip(*batch, strict=True))
         tokens, targets = tokens.to(device), targets.to(device)

@@ -27,7 +27,7 @@ class Routes:
         scores of the experts that the tokens are sent to, likewise; and the router's choices, in ascending order."""
 
     def follow(self, model: Llama) -> None:
-        """Make a model's routers choose recorded experts. `self.sequences` selects the batch's rows of each forward."""
+        """Make a model's routers choose recorded experts. `self.sequences`: rows of the batch in the next forward."""
         for name, router in routers(model).items():
             router.choose = functools.partial(self._choose, name, router.choose)
 
@@ -57,8 +57,8 @@ class Routes:
         return n, n_choices
 
     def rows(self, rounded: "Routes") -> Iterator[tuple[str, Tensor, Tensor, float]]:
-        """Yield each layer's name, two scores of the token for which they differ most (recorded experts, best experts),
-        and the largest relative rounding error of the best scores over tokens."""
+        """Yield each layer's name, the scores of the recorded experts and of the best experts for the token where these
+        differ most, and the largest relative rounding error of any token's best scores."""
         for layer in self.forwards if self.recorded.experts is not None else ():
             (best_NK, taken_NK, _), rounded_NK = self.of_step(layer), rounded.of_step(layer)[0]
             norm_N = best_NK.norm(dim=1)
@@ -83,7 +83,7 @@ def with_balance_loss(model: Model, loss: BalanceLoss | None) -> Model:
 
 
 def set_loads(model: Llama, recorded: RecordedStep, sequences: Tensor, loss_scale: float) -> None:
-    """Set the routers' loads, factors of the balance loss: how many recorded choices each expert has."""
+    """Set the routers' loads, factors of the balance loss: how many tokens of `sequences` each expert has."""
     if (loss := recorded.step.balance_loss) is None:
         return
     found, n_experts = routers(model), recorded.model.moe.n_experts

@@ -11,7 +11,7 @@ from titanlite.config.schema import Mla, Moe
 
 
 def smaller(loaded: LoadedConfig[Config], launch: Launch, dtype: str) -> tuple[Config, list[str]]:
-    """Return the resolved config of a smaller model, and the changed sizes. With --own data, the vocabulary stays."""
+    """Return the resolved config of a smaller model, and the changed sizes. With own.data, vocab_size stays."""
     loaded = loaded if launch.n_devices else adapt_to_cpu(loaded)
     small, changes = shrink(dataclasses.replace(loaded, config=check(loaded, launch)), dtype)
     if loaded.config.own.data:
@@ -106,7 +106,7 @@ def _smaller_latents(mla: Mla, width: int) -> dict[str, Any]:
 
 
 def _smaller_experts(moe: Moe, tensor: int) -> dict[str, Any]:
-    """Return the least sizes of experts, as keywords of `Config.replace`. Layer 0 or layer 1 has experts."""
+    """Return the least sizes of experts, as keywords of `Config.replace`. Layer 0 or layer 1 keeps experts."""
     return {
         "model__moe__expert_dim": 12 * max(tensor, 2),
         "model__moe__n_first_dense_layers": min(moe.n_first_dense_layers, 1),

@@ -1,4 +1,4 @@
-"""Compare a standard set of layouts of a model: each axis alone, pairs of axes, and options that rewrite a step."""
+"""Compare a standard set of layouts of a model: each axis alone, pairs of axes, and options that change computation."""
 
 import itertools
 from collections.abc import Iterator

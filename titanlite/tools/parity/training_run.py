@@ -1,4 +1,4 @@
-"""Take training steps under a layout, by the functions that titanlite/train.py calls."""
+"""Take training steps under a layout, with the functions that titanlite/train.py calls."""
 
 import torch
 import torch.distributed as dist
@@ -62,7 +62,7 @@ class TrainingRun:
 
 
 def run_layout(config: Config, launch: Launch, *, steps: int, checkpointer: Checkpointer | None = None) -> Trace:
-    """Train; with a checkpointer, save after the last step. Every rank must call this, and gets the full trace."""
+    """Train; with a checkpointer, save at the end. Every rank must call this function, and gets the full trace."""
     run = TrainingRun(config, device_of(launch), checkpointer)
     last_step, sections = run.last_step + steps, (run.train_step, config.training)
     dataset_losses = DatasetLosses(run.loader.sequences, run.loader, *sections, data_rank=run.layout.data_rank)

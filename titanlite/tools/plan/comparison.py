@@ -18,7 +18,7 @@ LARGEST_METRICS = 2**28  # largest accepted metrics.jsonl in bytes
 
 
 def read_measurement(file: Path) -> tuple[Sequence[float], int, int, float]:
-    """Return four records of a metrics.jsonl: a step's seconds for each logged line, a step's tokens, ranks, and rank
+    """Return four figures of a metrics.jsonl: the seconds of a step by logged line, tokens per step, ranks, and rank
     0's peak memory in GiB (of tensors; on a CPU, of the process). The first logged line, with compilation and warm-up,
     does not count. Raises ConfigError if the file cannot be read or has fewer than two logged steps."""
     try:

@@ -1,4 +1,4 @@
-"""Count a rank's process groups and gloo's TCP connections in these groups, from the mesh and gloo's algorithms.
+"""Count a rank's process groups and gloo's TCP connections in these groups, by the mesh and by gloo's algorithms.
 
 Two ranks connect over gloo when one first sends to the other (launch/process_group.py). All-gather, reduce-scatter and
 all-reduce connect each rank to its two neighbours in a ring. A barrier and a broadcast connect each rank to the ranks
@@ -23,7 +23,7 @@ def process_groups(plan: Plan) -> list[tuple[str, int]]:
 
 
 def gloo_connections(plan: Plan) -> tuple[int, int]:
-    """Return upper bounds of the connections that gloo opens on rank 0, and on any other rank."""
+    """Return upper bounds on the number of connections that gloo opens on rank 0, and on any other rank."""
     groups = process_groups(plan)
     if plan.device.kind == "gpu":  # NCCL serves the mesh's groups; gloo sends tensors in host memory
         groups = [("all", plan.world_size), *(group for group in groups if group[0] == "checkpoint")]

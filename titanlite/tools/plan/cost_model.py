@@ -15,11 +15,11 @@ from titanlite.tools.plan.streams import GATHERED_AXES, Arrival, Collective, Cop
 
 GROUPS = ("matmul", "attention", "memory", "interconnect", "network", "host", "overlap", "devices", "offload")
 """Groups of rates. The errors of two groups are independent of each other."""
-LEAST_SPREAD = 0.05  # least relative uncertainty of times on a calibrated device
+LEAST_SPREAD = 0.05  # lower bound of the relative uncertainty of times on a calibrated device
 FULL_WAVES = 14 / 15
-"""The inverse of (1 + 1 / waves) in the measurement of attention's rate, with 8,192 tokens of 128 heads, 14 waves."""
+"""The inverse of 1 + 1 / waves where attention's rate was measured: 8,192 tokens of 128 heads fill 14 waves."""
 ROW_BYTES = 227 * 1024  # bytes of the longest row that fits into a multiprocessor's shared memory
-# Mean reads per input if rows exceed ROW_BYTES: 3 for maximum, sum, result; backward: gradient twice, output once.
+# Mean reads per input if rows exceed ROW_BYTES: 3 (maximum, sum, result); backward: 2 of the gradient, 1 of the output.
 SOFTMAX_READS = {"aten._log_softmax": 3.0, "aten._log_softmax_backward_data": 1.5}
 
 
@@ -132,8 +132,8 @@ class CostModel:
         forward: bool = False,
         accumulates: bool = False,
     ) -> Cost:
-        """Return the cost of segments that run one after the other. `streams`: communication in flight before; None: an
-        idle device, which finally waits for the segments' communication. See also Streams.run."""
+        """Return the cost of segments that run one after the other. `streams`: the device with its communication in
+        flight; None: an idle device, which in the end waits for the segments' communication. See also Streams.run."""
         cost, own = Cost(), streams or self.streams()
         begin, idle = own.computed, own.idle
         for events in segments:
@@ -147,7 +147,7 @@ class CostModel:
         return cost
 
     def _items_of(self, events: list[Event]) -> tuple[Cost, list[Item]]:
-        """Return the amounts of a segment, and its items for Streams.run."""
+        """Return the amounts (seconds, FLOPs, bytes) of a segment's events, and its items for Streams.run."""
         if id(events) in self._items:  # copied layers (FoldedStage) share one list of events
             return self._items[id(events)][:2]
         own = _Items()
@@ -321,7 +321,7 @@ class CostModel:
         return self._rate("memory", self.efficiency.memory)
 
     def _matmul_seconds(self, work: Work) -> float:
-        """Return the seconds of a matrix product, whose tiles fill the multiprocessors in waves, and of its output."""
+        """Return the seconds of a matrix product, whose tiles fill multiprocessors in waves, and of writing it."""
         times, m, n, _ = work.sizes
         of_fp8 = self.efficiency.matmul_fp8 if work.dtype == "fp8" else None
         share = self._rate("matmul", of_fp8 or self.efficiency.matmul)
@@ -347,9 +347,9 @@ class CostModel:
         return work.flops / rate * (1 + 1 / waves) * FULL_WAVES
 
     def collective_seconds(self, name: str, size: int, ranks: list[int]) -> float:
-        """Return the seconds of a collective of `size` bytes over n ranks. Without measured rates, it runs as a ring
-        unless it is an all-to-all or a message, each rank sends (n-1)/n of the full tensor (twice as much in an
-        all-reduce), and each rank has a network adapter."""
+        """Return the seconds of a collective of `size` bytes over n ranks. Without measured rates, all collectives
+        except all-to-alls and messages are assumed to run as rings: each rank sends (n-1)/n of the full tensor (twice
+        as much in an all-reduce). Each rank has a network adapter."""
         n, nodes = len(ranks), len({rank // self.devices_per_node for rank in ranks})
         if measured := self.device.measured:
             seconds = measured_rates.collective_seconds(measured, name, size, n, nodes)

@@ -60,7 +60,7 @@ def checkpointing_period(config: Config) -> int:
 
 
 def layer_period(config: Config) -> int:
-    """Return a period of the pattern of layers: at least as many layers as FSDP prefetches."""
+    """Return a period of the pattern of layers that is not shorter than the number of layers that FSDP prefetches."""
     moe, parallelism = config.model.moe, config.parallelism
     pattern = sum(kind.count for kind in config.model.layer_pattern) or 1
     period = math.lcm(checkpointing_period(config), moe.every_n_layers if moe.n_experts else 1, pattern)
@@ -183,7 +183,7 @@ class RecordedStep:
 
 
 def _update(config: Config, trace: OpTrace, stage: Llama, optimizer: Any, balance: Balance | None) -> None:
-    """Run a step after its last backward: sums over ranks, gradient clipping, optimizer step, balance of experts."""
+    """Finish a step after its last backward: sums over ranks, gradient clipping, optimizer step, balance of experts."""
     trace.mark("update")
     parameters = list(stage.parameters())
     for parameter in (each for each in parameters if each.requires_grad):  # frozen weights (LoRA) have no gradient
@@ -255,7 +255,7 @@ def _local(tensor: Tensor) -> list[Tensor]:
 def _persistent(
     trace: OpTrace, stage: Llama, optimizer: torch.optim.Optimizer, folded: FoldedStage
 ) -> tuple[Bytes, int, int, float]:
-    """Set `kind` of allocations that persist across steps. Return DryRun's persistent, gradients, rotary and scale."""
+    """Set the kind of persistent allocations. Return DryRun's fields persistent, gradients, rotary and scale."""
     total, weights, of_run_layers, rotary = dict.fromkeys(KINDS, 0), 0, 0, 0
     parameters = dict(stage.named_parameters())
     tensors = [("parameters", name, tensor) for name, tensor in [*parameters.items(), *stage.named_buffers()]]

@@ -1,8 +1,8 @@
 """The load of experts that a plan assumes; in a run the routers decide the load.
 
-The planned rank is the busiest of its expert-parallel group in every layer: it receives plan.expert_imbalance times a
-rank's mean rows (1: balanced), rounded up. The other ranks of the group share the remaining rows evenly. A token that
-is sent to k experts makes k rows. Shapes: E experts of this rank, R ranks of an expert-parallel group."""
+The planned rank is the busiest of its expert-parallel group in every layer: it receives plan.expert_imbalance (1:
+balanced) times the mean rows per rank, rounded up. The other ranks of the group share the remaining rows evenly. A
+token that is sent to k experts makes k rows. Shapes: E experts of this rank, R ranks of an expert-parallel group."""
 
 import contextlib
 import math
@@ -39,7 +39,7 @@ class ExpertLoad(NamedTuple):
 
 
 def expert_load(config: Config) -> ExpertLoad:
-    """Return the load under a resolved config. Without expert parallel, all tensor-parallel ranks route all tokens."""
+    """Return the load under a resolved config. If ep is 1, all tensor-parallel ranks route all tokens."""
     parallelism, moe, n_ranks = config.parallelism, config.model.moe, config.parallelism.expert_parallel_degree
     splits = parallelism.tensor_parallel_degree if n_ranks > 1 else 1
     sent = config.tokens_of_forward // splits * moe.n_experts_per_token
@@ -54,8 +54,8 @@ def even_shares(total: int, n: int) -> list[int]:
 
 @contextlib.contextmanager
 def assumed(config: Config, on_read: Callable[[], None]) -> Iterator[None]:
-    """Inside the with block, mixtures of experts read the assumed load instead of fake tensors' values, and use
-    plan.device's grouped products. `on_read` is called where the host would wait for the device to read counts."""
+    """Inside the with block, mixtures of experts read the assumed load instead of fake tensors' values, and use the
+    grouped products of plan.device. `on_read` is called where the host would wait for the device to read counts."""
     from titanlite.techniques.moe import counts, layer  # late import: a dense model has no experts
 
     types, load = layer.GROUPED_MM_DTYPES, expert_load(config)

@@ -1,6 +1,6 @@
 """Plan a grid of layouts similar to a config's, and write one HTML page on which a reader chooses a layout. The axes of
-the grid are degrees, batch, activation checkpointing (AC) and device. The configs of a chain differ only in batch and
-device; batches are planned in order of size, up to the first that fits no device. Chains are planned in parallel."""
+the grid are degrees, batch, activation checkpointing (AC) and device. Layouts that differ only in batch and device form
+a chain; its batches are planned by size, up to the first that fits no device. Chains are planned in parallel."""
 
 import contextlib
 import html
@@ -59,7 +59,7 @@ def make_axes(config: Config, texts: list[str]) -> dict[str, list[Any]]:
 
 def overrides(choice: dict[str, Any], plan: Plan, loaded: LoadedConfig[Config]) -> list[str]:
     """Return the command-line options that give a config the chosen value of each axis. In a pipeline, the chosen batch
-    is the microbatch size, and the gradient accumulation steps do not change (1 if the config has no pipeline)."""
+    is the microbatch size, and the number of gradient accumulation steps stays (1 if the config has no pipeline)."""
     config, product = plan.config, choice["tp"] * choice["pp"] * choice["cp"]
     ranks = max(plan.world_size // product, 1)  # number of ranks that read different sequences
     options = {key: choice[name] for name, key in DEGREES.items()}  # config rules reject degrees that do not fit

@@ -23,7 +23,7 @@ KIND_COLOURS, SHARE_COLOURS = WORDS["kind_colours"], WORDS["share_colours"]
 ACTIONS = {Pass(letter): looks for letter, looks in WORDS["actions"].items()}  # colour and name
 UPDATE_COLOUR, LIMIT_COLOUR = "#555555", "#b00020"
 IDLE = {"facecolor": "#ffffff", "edgecolor": "#999999", "hatch": "/////", "linewidth": 0}
-MAX_POINTS = 1000  # most points of a memory curve: the figure has no room for more
+MAX_POINTS = 1000  # largest number of points of a memory curve; the figure has no room for more
 BODY = Path(__file__).with_name("figures.html").read_text(encoding="utf-8")
 
 
@@ -49,7 +49,7 @@ def write_html(plan: Plan, file: str, target: Path) -> None:
 
 
 def memory_figure(plan: Plan) -> Figure:
-    """Draw device memory in GiB by kind, stacked, over the step of the worst rank, with the peak and the limit."""
+    """Draw memory in GiB by kind, stacked, over a step of the rank that needs the most, with the peak and the limit."""
     figure = Figure((WIDTH, 4.2), layout="constrained")
     axes, rank = figure.add_subplot(), plan.worst
     kinds = [kind for kind in KIND_COLOURS if any(point.bytes[kind] > 0 for point in rank.points)]
@@ -137,7 +137,7 @@ def time_figure(plan: Plan) -> Figure:
 
 
 def thinned(points: Sequence[Point], most: int) -> list[int]:
-    """Return the indices of about `most` points to draw: the first, the last, and each stretch's highest and lowest."""
+    """Return the indices of about `most` points to draw: first, last, and each stretch's highest and lowest point."""
     if len(points) <= most:
         return list(range(len(points)))
     stretch, chosen = math.ceil(2 * len(points) / most), {0, len(points) - 1}
@@ -148,7 +148,7 @@ def thinned(points: Sequence[Point], most: int) -> list[int]:
 
 
 def _name_phases(axes: Axes, points: Sequence[Point]) -> None:
-    """Write the names of up to 12 phases (each forward, backward and update) below the axis, with ticks between."""
+    """Write the names of up to 12 phases (each forward, backward and update) below the axis, separated by ticks."""
     phases = [point.label.split(",")[0] for point in points]
     begins = [number for number in range(1, len(points)) if phases[number] != phases[number - 1]]
     if len(begins) > 12:

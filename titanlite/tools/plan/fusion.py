@@ -88,7 +88,7 @@ def _kernel(group: list[Work], own: set[Allocation], internal: set[Allocation]) 
 
 def overlap(segments: Sequence[Segment], groups: Mapping[str, int]) -> None:
     """Mark, in place, the collectives that async TP overlaps in compiled blocks, and the overlapped products (torch
-    2.13: torch._inductor.fx_passes.micro_pipeline_tp). `groups`: ranks of each tensor-parallel group."""
+    2.13: torch._inductor.fx_passes.micro_pipeline_tp). `groups`: number of ranks of each tensor-parallel group."""
     for events in (segment.events for segment in segments if segment.mark[0] in ("layer F", "layer B")):
         works, split = [event for event in events if isinstance(event, Work)], dict[int, Work]()
         for index, event in enumerate(events):
@@ -102,7 +102,7 @@ def overlap(segments: Sequence[Segment], groups: Mapping[str, int]) -> None:
 
 def _overlapping(event: Communication, works: list[Work]) -> list[Work]:
     """Return the products that async TP overlaps with a collective: products of an all-gathered tensor and a weight, or
-    the product that a reduce-scatter alone reads, but none with a bias, a float8 cast or a sum."""
+    the product whose result only a reduce-scatter reads. Products with a bias, a float8 cast or a sum are excluded."""
     if event.name == "all_gather":
         gathered = [work for work in works if work.name == "aten.mm" and work.inputs[0] in event.outputs]
         return [work for work in gathered if work.inputs[1].kind in ("parameters", "gathered")]
@@ -152,7 +152,7 @@ class _Saved:
         return found
 
     def compute_again(self, allocation: Allocation) -> None:
-        """Free an allocation in the forward if the backward can compute it from others, which are saved or smaller."""
+        """Free an allocation in the forward if the backward can compute it from others that are saved or smaller."""
         life = self.lives[allocation]
         number = life.later[0][0]
         found = self.computed_from(allocation, number)

@@ -1,4 +1,4 @@
-"""Hints at common mistakes in a config, found by its plan, each a line with an option (docs/choose_a_layout.md)."""
+"""Find common mistakes in a config by its plan. Each hint is a line that names an option (docs/choose_a_layout.md)."""
 
 import itertools
 from collections.abc import Iterator
@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from titanlite.config.stage_split import SPLIT_BACKWARD
 from titanlite.tools.plan.result import Plan, devices_per_node
 
-GIB, MICROBATCHES_PER_RANK, SMALL = 2**30, 4, 0.1  # SMALL: a hint names lost time above this share of a step
-STATES = ("parameters", "gradients", "optimizer")  # kinds of memory, except "gathered", that the batch does not change
+GIB, MICROBATCHES_PER_RANK, SMALL = 2**30, 4, 0.1  # SMALL: share of a step above which a hint names lost time
+STATES = ("parameters", "gradients", "optimizer")  # kinds of memory that do not depend on the batch, without "gathered"
 
 
 def hints(plan: Plan) -> list[str]:

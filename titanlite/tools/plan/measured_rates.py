@@ -54,7 +54,7 @@ def seconds_at(points: Sequence[Sequence[float]], size: float) -> float:
 
 
 def rate_at(rows: Sequence[Sequence[float]], sizes: Sequence[float]) -> float:
-    """Return the rate at `sizes`, from rows (*sizes, rate) on a grid with gaps. Sizes outside are moved to the grid's
+    """Return the rate at `sizes`, from rows (*sizes, rate) on a grid with gaps. Sizes outside the grid are moved to its
     edge. The rate is a weighted mean over the measured corners of the grid cell or, without these, the nearest rate."""
     table = {tuple(row[:-1]): row[-1] for row in rows}
     sides = []

@@ -1,6 +1,6 @@
 """Record Muon's step in a dry run. Muon assigns the matrices of all layers of a stage to ranks, in rounds, and a dry
-run has only a few layers. So this module computes the rounds of the full stage. It records only the largest matrix of
-each round. A phase ("muon", number, times) stands for `times` rounds with largest matrices of equal shape."""
+run has only a few layers. Therefore this module computes the rounds of the full stage, and records only the largest
+matrix of each round. A phase ("muon", number, times) stands for `times` rounds with largest matrices of equal shape."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -23,8 +23,8 @@ from titanlite.parallel import tiled_attention
 
 @contextlib.contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """Start the process group of one rank without the other ranks. The group's collectives return at once and leave
-    their buffers unchanged. Private: torch.testing._internal.distributed.fake_pg (tried on torch 2.11 to 2.15)."""
+    """Start the process group of one rank without the other ranks. Its collectives return at once and leave buffers
+    unchanged. Uses the private torch.testing._internal.distributed.fake_pg (tested with torch 2.11 to 2.15)."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
@@ -128,8 +128,8 @@ _TABLES = read_toml(str(Path(__file__).with_name("op_trace.toml")))
 VIEWS, COPIES = frozenset(_TABLES["views"]), frozenset(_TABLES["copies"])
 """Operators of VIEWS move no data. Operators of COPIES overwrite an argument without reading it."""
 COLLECTIVES: dict[str, list[Any]] = _TABLES["collectives"]
-"""By operator: the collective that it is, and the index of the argument that is the full tensor. ALL: the largest
-argument or result is the full tensor. Without an index, the result is the full tensor."""
+"""By operator: the name of its collective, and the index of the argument that is the full tensor. With the index ALL,
+the largest argument or result is the full tensor; without an index, the result is."""
 COPY_IN = "fsdp.all_gather_copy_in"
 
 
@@ -337,9 +337,9 @@ def _rate_dtype(tensor: Tensor) -> str:
 def recording() -> Iterator[OpTrace]:
     """Enter a FakeTensorMode and record an op trace of the operations in it.
 
-    Private: UntypedStorage.resize_, with which FSDP frees and allocates gathered weights without an operator; and
-    ShardingPropagator (the same name in torch 2.11 to 2.15), with which DTensor runs operators on fake full tensors to
-    learn the shape of a result. These operators are not recorded, since they take no memory in a real run."""
+    This replaces UntypedStorage.resize_, with which FSDP frees and allocates gathered weights without an operator, and
+    a private method of ShardingPropagator (torch 2.11 to 2.15), with which DTensor runs operators on fake full tensors
+    to learn a result's shape. Those operators are not recorded: a real run does not allocate their tensors."""
     trace, name = OpTrace(), "_propagate_tensor_meta_non_cached"
     resize, propagate = torch.UntypedStorage.resize_, getattr(ShardingPropagator, name)
 

@@ -34,7 +34,7 @@ from titanlite.tools.plan.schedule import all_actions
 from titanlite.tools.plan.segments import layers_of
 from titanlite.tools.plan.step import StageCost, StepTime, memory_points, step_time
 
-# Bytes of CUDA's context, kernels and cuBLAS workspaces (nvidia-smi without tensors); bytes of each NCCL process group.
+# CONTEXT_BYTES: CUDA's context, kernels and cuBLAS workspaces, by nvidia-smi; GROUP_BYTES: each NCCL process group.
 CONTEXT_BYTES, GROUP_BYTES = int(0.6 * 2**30), int(0.25 * 2**30)
 FRAGMENTATION = 0.03  # share of peak memory that CUDA's caching allocator loses, with expandable segments
 
@@ -60,7 +60,7 @@ def resolve(loaded: LoadedConfig[Config], world_size: int | None = None) -> tupl
 
 
 def assumption(config: Config, world: int) -> str:
-    """Return a line with the number of devices that a plan assumes, and its option; "" if the degrees set it."""
+    """Return a line with the assumed number of devices and the option that sets it; "" if the config sets it."""
     if config.parallelism.data_parallel_shard_degree != -1:
         return ""
     return f"planned for {quantity(world, 'device')}; set parallelism.data_parallel_shard_degree for another number"
@@ -74,7 +74,7 @@ def make_plan(
     **options: bool,
 ) -> Plan:
     """Plan a run; see `resolve` for `world_size`. `cache` collects dry runs: plans that differ only in the device share
-    these. `options` are arguments of `_dry_run_stages`. Raises ConfigError as `resolve` does."""
+    them. `options` are arguments of `_dry_run_stages`. Raises ConfigError as `resolve` does."""
     config, device, world = resolve(loaded, world_size)
     parallelism, degree = config.parallelism, config.parallelism.pipeline_parallel_degree
     names = stage_modules(config) if degree > 1 else [module_names(config.model.n_layers)]
@@ -188,7 +188,7 @@ def _dry_run_stages(
 
 def kind_of_stage(config: Config, names: list[str]) -> tuple:
     """Return a key that is equal for stages with equal dry runs: modules other than layers, each layer's experts and
-    window, the first layer's place in the pattern of activation checkpointing. Stages with own.block all differ."""
+    window, the first layer's place in the pattern of activation checkpointing. With own.block, all keys differ."""
     layers = layers_of(names)
     if config.own.block:
         return tuple(names)

@@ -16,7 +16,7 @@ rates of that group are at the ends of their ranges."""
 
 
 def range_of(seconds: float, spread: Spread) -> tuple[float, float]:
-    """Return the shortest and longest step to expect, in seconds. The groups' independent errors add in squares."""
+    """Return the range of a step's seconds. The groups of rates have independent errors, which add in quadrature."""
     shorter, longer = (math.hypot(*(pair[end] for pair in spread.values())) for end in (0, 1))
     return seconds - shorter, seconds + longer
 

@@ -44,5 +44,5 @@ def saving(config: Config, device: Device, world_size: int, devices_per_node: in
     rates = ANY.storage.expected, ANY.storage.high, ANY.storage.low
     write = tuple(size / nodes / (device.storage_bandwidth or rate) for rate in rates)
     shards = world_size / parallelism.pipeline_parallel_degree / parallelism.data_parallel_replicate_degree
-    blocks = sum(2 ** math.ceil(math.log2(n / shards)) for n in sizes) * shards / n_parameters  # pinned per saved byte
+    blocks = sum(2 ** math.ceil(math.log2(n / shards)) for n in sizes) * shards / n_parameters  # pinned / saved bytes
     return Saving(size, 0.0 if on_host else size / world_size / link, write, 0.0 if on_host else size / nodes * blocks)

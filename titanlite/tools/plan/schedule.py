@@ -45,7 +45,7 @@ def own_actions(
 
 
 def all_actions(schedule: Schedule, n_ranks: int, n_stages: int, n_microbatches: int) -> list[list[Group]]:
-    """Return the actions of all ranks, without starting them: every rank of torch's schedules computes all orders."""
+    """Return the actions of all ranks without starting them, since rank 0 of torch's schedules computes all orders."""
     order: Mapping[int, list[Any]] = {}
     if schedule not in ONE_STAGE:
         ranks = rank_of_stage(schedule, n_ranks, n_stages)

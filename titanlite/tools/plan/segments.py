@@ -3,7 +3,7 @@
 Marks split the trace into segments. The mark (Pass, m) begins a pass of microbatch m. Within a pass, ("layer F", n) and
 ("layer B", n) begin block n; ("layer experts F", n) and ("layer experts B", n) begin the part of a block with experts,
 which torch.compile does not compile; ("layer head", -1) and ("layer head B", -1) begin the operators after the last
-block, which count as forward without a pipeline. ("reduce",) begins the reduction of a pipeline's gradients, and
+block; without a pipeline these count as forward. ("reduce",) begins the reduction of a pipeline's gradients, and
 ("update",) begins gradient norm, clipping and optimizer step."""
 
 import enum
@@ -27,7 +27,7 @@ class Pass(str, enum.Enum):
     WEIGHT_GRADIENT = "W"  # the second half of a split backward (wgrad)
 
 
-Phases = dict[tuple[Any, ...], list[Segment]]  # a phase's segments, with its layers', by the phase's first Segment.mark
+Phases = dict[tuple[Any, ...], list[Segment]]  # segments of each phase and its layers; key: the first segment's mark
 
 
 def layers_of(names: Sequence[str]) -> list[str]:
@@ -60,7 +60,7 @@ def fold_layers(names: Sequence[str], period: int, n_first: int = 0) -> FoldedSt
 
 
 def name_kinds(segments: Sequence[Segment], *, logits: Collection[int]) -> None:
-    """Set the missing kinds of allocations, from maker and phases. `logits`: possible last dimensions of logits."""
+    """Set missing kinds of allocations, by their maker and phases. `logits`: possible last dimensions of logits."""
     phase, microbatch, born, freed = "", "", {}, {}
     for segment in segments:
         name, *number = segment.mark

@@ -31,7 +31,7 @@ class StageCost:
         self.of_phase = functools.cache(functools.partial(self.after, None))  # returns a phase's cost on an idle device
 
     def after(self, streams: Streams | None, key: tuple) -> Cost:
-        """Return the cost of the phase `key` after `streams`, the communication in flight; None: the device is idle."""
+        """Return the cost of the phase `key` after the earlier work of `streams`; None: the device is idle before."""
         kind, accumulates = key[0], key[0] == Pass.BACKWARD and key[1] > 0
         events = (segment.events for segment in self.dry_run.phases.get(key, []))
         return self.cost_model.cost(events, streams, forward=kind == Pass.FORWARD, accumulates=accumulates)
@@ -167,7 +167,7 @@ def _message_bytes(config: Config) -> int:
 
 
 class _PipelineRank:
-    """Replays the phases of a pipeline rank's stages (by number) in the order of the rank's actions."""
+    """Replays the phases of a pipeline rank's `stages` (dry runs by number) in the order of the rank's actions."""
 
     def __init__(self, config: Config, stages: dict[int, DryRun]):
         self.config, self.stages, self.message = config, stages, _message_bytes(config)
@@ -183,7 +183,7 @@ class _PipelineRank:
         self.timeline = MemoryTimeline(config, self.persistent)
 
     def points(self, actions: list[Action]) -> list[Point]:
-        """Return the rank's memory over a step: the first accumulation step, and one of the others (all equal)."""
+        """Return the rank's memory over a step: the first accumulation step, and one of the others, which are equal."""
         stages, timeline = self.stages, self.timeline
         gradients = sum(stage.gradients for stage in stages.values())
         for _ in range(min(self.config.gradient_accumulation_steps, 2)):

@@ -45,17 +45,17 @@ class Collective(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """The next operators read the output of a collective."""
+    """Marks that the next operators read the output of a collective."""
 
     output: Hashable
 
 
 class CopyOut(NamedTuple):
-    """The next operators copy gathered weights out of FSDP's buffer."""
+    """Marks that the next operators copy gathered weights out of FSDP's buffer."""
 
 
 class CopyIn(NamedTuple):
-    """The next operators copy gradients into the buffer of FSDP's reduce-scatter."""
+    """Marks that the next operators copy gradients into the buffer of FSDP's reduce-scatter."""
 
 
 class Wait(NamedTuple):
