@@ -361,7 +361,7 @@ def made_up_places(all_tensors: dict[str, Tensor]) -> Iterator[Callable[[int, in
     """Yield a function that puts this process at another place of the tensors' mesh: (shard, tensor-parallel rank).
     What depends only on the place, a tensor's shape and its placements is computed once.
 
-    Private: DeviceMesh._coordinate_on_dim (tried on torch 2.13).
+    Uses the private attribute DeviceMesh._coordinate_on_dim (tested with torch 2.13).
     """
     real, place = tensors.shard_slice, (0, 0)
     meshes = {id(each.device_mesh): each.device_mesh for each in all_tensors.values() if isinstance(each, DTensor)}
