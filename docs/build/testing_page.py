@@ -210,7 +210,7 @@ def evidence(layouts: Layouts, noticed: int) -> list[Evidence]:
         Evidence(
             "bugs injected into the package, one at a time",
             f"{noticed} of {len(MUTANTS)} noticed by the tests of every run",
-            "2026-11-24",
+            "2026-11-28",
             "python -m verification.mutants",
             "[list](../verification/mutants/README.md)",
         ),

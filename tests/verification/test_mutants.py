@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from verification.mutants import public_bugs
-from verification.mutants.__main__ import ROOT, TABLE, known, mutated, table
+from verification.mutants.__main__ import ROOT, TABLE, copy_project, first_failure, known, mutated, table
 from verification.mutants.public_bugs import PUBLIC_BUGS
 from verification.mutants.table import MUTANTS, Mutant
 
@@ -44,8 +44,25 @@ def test_every_mutant_that_was_run_is_noticed_or_explained():
 
 
 def test_what_notices_a_mutant_runs_every_time(request):
+    assert [each for each in known().values() if each["noticed by"] and "::" not in each["noticed by"]] == []
     nightly = {item.nodeid for item in request.session.items if item.get_closest_marker("nightly")}
     assert nightly & {each["noticed by"] for each in known().values()} == set()
+
+
+def test_a_test_that_fails_notices_and_a_file_that_cannot_be_imported_does_not(tmp_path):
+    (tmp_path / "conftest.py").write_text("import hypothesis\nhypothesis.settings.register_profile('mutants')\n")
+    (tmp_path / "test_one.py").write_text("def test_a():\n    assert 0, 'wrong'\n")
+    assert first_failure(tmp_path, ["test_one.py"]) == ("test_one.py::test_a", "AssertionError: wrong")
+    (tmp_path / "test_two.py").write_text("open('no such file')\n")
+    with pytest.raises(RuntimeError, match=r"test_two\.py - FileNotFoundError"):
+        first_failure(tmp_path, ["test_two.py"])
+
+
+def test_mutants_are_made_in_a_copy_of_all_files(tmp_path):
+    copy_project(tmp_path)
+    assert {"examples", "tests", "titanlite", "README.md"} <= {path.name for path in tmp_path.iterdir()}
+    assert any((tmp_path / "benchmarks" / "logs").iterdir())
+    assert not (tmp_path / ".git").exists()
 
 
 # Public bugs ---------------------------------------------------------------------------------------------------------

@@ -42,8 +42,6 @@ CRASHES = (
 )
 """Beginnings of errors that only show that an edit no longer runs, or that ranks of a busy machine gave no answer."""
 RESULTS, TABLE = Path(__file__).parent / "results.json", Path(__file__).parent / "README.md"
-COPIED = ("titanlite", "tests", "verification", "configs", "benchmarks", "docs")
-COPIED += ("train.py", "run_train.sh", "pyproject.toml")
 LOOK_AT_TEXT = ("architecture", "benchmarks", "docs", "language", "support_page", "tutorials", "wheel")
 """Tests that do not run the code, or run all of it once more."""
 OPTIONS = ("-x", "-q", "--no-header", "--timeout=120", "-p", "no:cacheprovider", "--hypothesis-profile=mutants")
@@ -57,14 +55,12 @@ def mutated(mutant: Mutant, source: str) -> str:
 
 
 def copy_project(folder: Path) -> None:
-    """Copy what the tests need to a folder."""
-    ignored = shutil.ignore_patterns("__pycache__", "logs")
-    for name in COPIED:
-        path = ROOT / name
-        if path.is_dir():
-            shutil.copytree(path, folder / name, ignore=ignored)
-        else:
-            shutil.copy(path, folder / name)
+    """Copy the project to a folder, without .git and the files that git ignores."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    for name in (name for name in listed if (ROOT / name).is_file()):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
 
 
 @contextlib.contextmanager
@@ -82,12 +78,12 @@ def first_failure(folder: Path, arguments: list[str]) -> tuple[str, str]:
     """Run tests in a copy of the project. Return the first test that failed, and its error in a line; "" if all pass.
 
     Raises:
-        RuntimeError: if no test was run.
+        RuntimeError: if no test was run, or a file of tests cannot be imported: this says nothing about the edit.
     """
     environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "400"}
     command = [sys.executable, "-m", "pytest", *OPTIONS, "-rfE", *arguments]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+?(?:\[.*?\])?)(?: - (.*))?$", done.stdout, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+?::\S+?(?:\[.*?\])?)(?: - (.*))?$", done.stdout, re.MULTILINE)
     if done.returncode not in (0, 1, 2) or (done.returncode and not failed):
         raise RuntimeError(
             f"{shlex.join(command)}: status {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
