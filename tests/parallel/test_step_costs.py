@@ -344,6 +344,16 @@ def test_a_small_exp_avg_sq_is_not_rounded_to_zero(name, largest):
     assert _float32(optimizer.state[weight]["exp_avg_sq"]).min() > 0
 
 
+@pytest.mark.parametrize("max_norm", [0.5, 3.0, 100.0])
+def test_gradients_are_clipped_as_by_torch(max_norm):
+    """A norm below max_norm leaves the gradients as they are."""
+    weight, gradient = nn.Parameter(torch.zeros(3)), torch.tensor([1.0, 2.0, 2.0])
+    weight.grad = gradient.clone()
+    norm = torch.nn.utils.clip_grad_norm_([weight], max_norm)
+    assert norm == 3
+    torch.testing.assert_close(gradient * clip_factor(norm, max_norm), weight.grad)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_clipped_step_is_that_of_scaled_gradients(name):
     """Two roundings of float32 in a gradient do not change Adam's first step by more than two of its own."""
