@@ -1,4 +1,4 @@
-"""Write plans beside published runs into benchmarks/NOTEBOOK.md: all runs by program, and mixtures of experts by run.
+"""Write plans beside published runs into benchmarks/NOTEBOOK.md: dense runs by program, mixtures of experts by run.
 
     python -m docs.build.published_page            (seconds: the plans are those of three logs)
 
@@ -24,9 +24,8 @@ LOGS = {
     "published_runs_2026.toml": "plan_accuracy_2026.log",
 }
 PROGRAMS = (
-    *("torchtitan", "KempnerForge", "NeMo/Megatron", "Megatron-LM", "Megatron-Bridge", "fms-fsdp", "prime-rl"),
-    *("NeMo AutoModel", "MaxText", "LitGPT", "Megatron-Core", "DeepSpeed", "PyTorch FSDP1", "custom PyTorch"),
-    *("nanotron", "PithTrain", "DeepSeek"),
+    *("torchtitan", "KempnerForge", "NeMo/Megatron", "Megatron-LM", "fms-fsdp", "prime-rl", "NeMo AutoModel"),
+    *("MaxText", "LitGPT", "DeepSpeed", "PyTorch FSDP1", "custom PyTorch", "nanotron"),
 )
 SHARE, WIDTH = 0.85, 1.5  # the goal: this share of speeds in ranges whose highest speed is this multiple of the lowest
 NOTEBOOK = ROOT / "benchmarks" / "NOTEBOOK.md"
@@ -62,9 +61,10 @@ def compared_runs(file: str = "published_moe_runs.toml") -> list[Compared]:
     return [Compared(run, plans[run["name"]]) for run in runs if run["tokens_per_second"]]
 
 
-def all_compared_runs() -> list[Compared]:
-    """Return the runs of all files, with their plans."""
-    return [each for file in LOGS for each in compared_runs(file)]
+def dense_runs() -> list[Compared]:
+    """Return the runs of models without experts, with their plans."""
+    runs = [each for file in LOGS for each in compared_runs(file)]
+    return [each for each in runs if "group" not in each.run]
 
 
 def width_for(logs: Iterable[float], share: float) -> float:
@@ -79,7 +79,7 @@ def median_error(logs: Iterable[float]) -> float:
 
 
 def text_by_program(all_runs: list[Compared]) -> str:
-    """Return the table of all runs by program, and how near plans would be that knew each program's own median."""
+    """Return the table of dense runs by program, and how near plans would be that knew each program's own median."""
     rows, own_median, other_median = [], [], []
     for program in PROGRAMS:
         runs = [each for each in all_runs if each.run["framework"].startswith(program)]
@@ -93,7 +93,7 @@ def text_by_program(all_runs: list[Compared]) -> str:
         rows.append([program, str(len(runs)), *errors, str(sum(each.in_range for each in runs))])
     n_near = sum(width_for([log], 1) <= WIDTH for log in own_median)
     said = [
-        f"All {len(all_runs)} runs: {summary(all_runs)}.",
+        f"{len(all_runs)} runs of dense models: {summary(all_runs)}.",
         f"Ranges of one width that contain {SHARE:.0%} would be"
         f" {width_for([math.log1p(each.off) for each in all_runs], SHARE):.2f} wide.",
         f"If each speed is divided by the median of planned / published of its program, the median error is"
@@ -161,7 +161,7 @@ def text_of_the_notebook(all_runs: list[Compared]) -> str:
 
 def page(all_runs: list[Compared]) -> str:
     """Return the text of the notebook as it should be."""
-    text = with_table(NOTEBOOK.read_text(), "programs", f"{text_by_program(all_compared_runs())}\n")
+    text = with_table(NOTEBOOK.read_text(), "programs", f"{text_by_program(dense_runs())}\n")
     return with_table(text, "mixtures", f"{text_of_the_notebook(all_runs)}\n")
 
 

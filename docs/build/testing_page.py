@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from docs.build import pages
-from docs.build.published_page import LOGS as LOGS_OF_PLANS
-from docs.build.published_page import all_compared_runs, summary
+from docs.build.published_page import dense_runs, summary
 from tests.parallel.test_layouts import world_size
 from verification.mutants import public_bugs
 from verification.mutants.table import MUTANTS
@@ -136,8 +135,8 @@ def wrong_configs() -> str:
 
 def published_runs() -> str:
     """Return how far the plan's speeds are from published ones."""
-    runs = all_compared_runs()
-    return f"speed of {len(runs)} runs: {summary(runs)}"
+    runs = dense_runs()
+    return f"speed of {len(runs)} dense runs: {summary(runs)}"
 
 
 def long_run() -> str:
@@ -227,8 +226,8 @@ def evidence(layouts: Layouts, noticed: int) -> list[Evidence]:
         Evidence("hostile and damaged inputs", f"{inputs} cases of {kinds} kinds", "every commit", "pytest",
                  "[list](reliability.md#hostile-and-damaged-input)"),
         Evidence("published training runs beside the plan's estimate", published_runs(), "2026-11-28",
-                 "python -m benchmarks.planner.plan_accuracy published mixtures 2026",
-                 " ".join(map(log, LOGS_OF_PLANS.values()))),
+                 "python -m benchmarks.planner.plan_accuracy published 2026",
+                 f"{log('plan_accuracy_published.log')} {log('plan_accuracy_2026.log')}"),
         Evidence("curves that others published", "nanoGPT's and torchtitan's (below); 100 steps of a third",
                  "2026-11-25",
                  "python -m benchmarks.others.published_curves nanogpt --text FILE",

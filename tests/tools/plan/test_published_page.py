@@ -1,6 +1,7 @@
 """The notebook has the plans of published mixtures of experts that the log has, and the bounds are what they say."""
 
 import functools
+import math
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,18 @@ def test_every_run_has_its_source_its_group_and_what_differs():
         assert run["url"].startswith("https://"), run["name"]
         assert all(run[key] for key in ("group", "differs", "unknown")), run["name"]
         assert each.planned["tokens/s"] == run["tokens_per_second"]
+
+
+def test_every_dense_run_is_of_one_program_of_the_table():
+    for each in published_page.dense_runs():
+        assert sum(each.run["framework"].startswith(program) for program in published_page.PROGRAMS) == 1
+
+
+def test_the_width_of_ranges_that_contain_a_share_of_the_runs():
+    logs = [math.log(ratio) for ratio in (0.8, 1.0, 1.1, 1.25, 2.0)]
+    assert published_page.width_for(logs, 0.8) == pytest.approx(1.25**2)
+    assert published_page.width_for(logs, 1) == pytest.approx(4)
+    assert published_page.median_error(logs) == pytest.approx(0.2)
 
 
 def seconds(changed: str, ranks: range, size: int = 256 * MIB, share: float = 0.5) -> float:
