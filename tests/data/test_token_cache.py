@@ -275,6 +275,7 @@ def test_worker_processes_build_the_same_cache(dataset, tmp_path, monkeypatch, a
     assert all(each.process.poll() is not None for each in started), "a worker is left"
 
 
+@pytest.mark.nightly
 def test_errors_of_worker_processes_are_those_of_the_reader(dataset, tmp_path, monkeypatch, assets):
     monkeypatch.setattr(tokenizer_process, "available_cores", lambda: 2 * THREADS)
     bad = tmp_path / "files" / "3.jsonl"

@@ -144,6 +144,7 @@ def test_a_tokenizer_in_a_process_of_its_own_is_the_same(assets):
     process.close()
 
 
+@pytest.mark.nightly
 def test_a_tokenizer_ends_with_its_program_and_says_nothing(assets):
     assets.open()
     code = f"""

@@ -181,6 +181,7 @@ def test_the_load_is_recorded_where_nothing_before_the_router_is_trained(tmp_pat
     assert [load.sum().item() for load in loads.values()] == [n_rows] * (job.model.n_layers - 1)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("base", [{}, FLOAT8], ids=["float64", "float8"])
 def test_blocks_with_adapters_are_compiled_once(ranks: Any, tmp_path: Path, base: dict[str, Any]):
     """torch.compile ends with an error at the ninth graph of a function: a model of more blocks would not train."""

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.helpers.cases import cases
 from tests.helpers.checkpoint import change_manifest
 from tests.helpers.hf import build_hf
 from tests.hf.test_hf_round_trip import CONFIG, VOCABULARY
@@ -150,7 +149,8 @@ def test_adapters_are_saved_resumed_merged_and_exported(folder: Path, ranks: Any
     assert len(changed) == 3 * 7
 
 
-@cases("family", ["deepseek_v3", "mixtral", "qwen3_moe", "olmoe"], always=["deepseek_v3"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ["deepseek_v3", "mixtral", "qwen3_moe", "olmoe"])
 def test_adapters_of_experts_are_saved_resumed_merged_and_exported(
     family: str, tmp_path: Path, assets: Any, ranks: Any
 ):
@@ -174,6 +174,7 @@ def test_adapters_of_experts_are_saved_resumed_merged_and_exported(
         assert torch.equal(weight, expected[name].float()), name
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
@@ -238,6 +239,7 @@ def test_adapters_are_merged_into_shards(folder: Path, ranks: Any):
     assert max(distance(sharded[name], once[name]) for name in once) < LOGITS
 
 
+@pytest.mark.nightly
 def test_the_base_may_be_a_checkpoint_and_adapters_the_start_of_another_run(folder: Path, ranks: Any):
     base = train(ranks, folder, 1, "--training.steps=1", "--lora.rank=0", name="base")
     path = train(ranks, folder, 1, "--training.steps=2", f"--checkpoint.initial_load_path={base}")
@@ -248,6 +250,7 @@ def test_the_base_may_be_a_checkpoint_and_adapters_the_start_of_another_run(fold
     assert distance(merged(again)(tokens), merged(path)(tokens)) < LOGITS
 
 
+@pytest.mark.nightly
 def test_what_has_no_adapter_to_export_is_rejected(folder: Path, ranks: Any):
     base = train(ranks, folder, 1, "--training.steps=1", "--lora.rank=0", name="base")
     with pytest.raises(ConfigError, match=r"--merge: .*step-1 has full weights, and no adapters"):
