@@ -323,7 +323,7 @@ def _the_second_block_counts_twice(rank: int) -> Any:
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(kind, marks=pytest.mark.nightly if kind in ("bfloat16", "rowwise") else ())
+        pytest.param(kind, marks=pytest.mark.nightly if kind in ("bfloat16", "rowwise", "tensorwise") else ())
         for kind in LOW_PRECISION
     ],
 )

@@ -291,6 +291,7 @@ def test_precisions_that_explain_everything_are_too_coarse(runs, capsys):
 # Time -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["layers.{}", "layers.0.x{}", "foreign{}"])
 def test_the_time_is_linear_in_the_number_of_tensors(kind: str):
     """Of as many modules, of one, and of modules that no model of ours has."""
