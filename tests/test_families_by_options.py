@@ -90,6 +90,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "starcoder2, window": {**GPT, **WINDOW, "attention_bias": "none", "mlp_bias": False, "activation": "gelu"},
     "gpt2": {**GPT, "n_kv_heads": 4, "learned_positions": 48, "partial_rotary_factor": 0.0, "tie_embeddings": True},
     "stablelm": {"norm": "layer", "partial_rotary_factor": 0.25, "head_dim": 16, "attention_bias": "qkv"},
+    "seedoss": {"attention_bias": "qkv", "mlp_bias": True, "head_dim": 24, "hf_model_type": "seed_oss"},
     "gemma": {
         **{"norm": "rms_plus_one", "activation": "gelu_tanh", "head_dim": 24, "embedding_scale": 8.0},
         **{"tie_embeddings": True, "attention_bias": "all"},

@@ -43,6 +43,7 @@ ADDS: dict[str, tuple[str, str]] = {
     ),
     "glm4": ("GLM-4-0414", 'GLM-4 with `norm_placement = "both"`'),
     "glm4_moe": ("GLM-4.5, 4.6", "partial rotary embedding; a router as DeepSeek-V3's, shared experts"),
+    "seed_oss": ("Seed-OSS 36B", "biases of queries, keys and values; wide heads"),
     "stablelm": ("StableLM 2 1.6B, StableLM 3B", "LayerNorm, partial rotary embedding"),
     "starcoder2": ("StarCoder2", "LayerNorm, GELU, two projections in a feed-forward layer, biases"),
     "gpt2": ("GPT-2, GPT-3's architecture", "learned positions, LayerNorm, GELU, biases; transposed, fused tensors"),

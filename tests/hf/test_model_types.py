@@ -38,6 +38,7 @@ OF_TYPE: dict[str, dict[str, Any]] = {
     "ministral3": {"head_dim": 12},
     "olmo3": {"sliding_window": 9},
     "qwen3": {"head_dim": 12},
+    "seed_oss": {"head_dim": 12},
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": {**EXPERTS, "head_dim": 12},
     "olmoe": {**EXPERTS, "num_key_value_heads": 4},

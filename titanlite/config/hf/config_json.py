@@ -211,9 +211,10 @@ def _own_keys(model: Section, model_type: str) -> dict[str, Any]:
         return {"max_position_embeddings": model.learned_positions, **dropout}
     own = {
         "gemma3_text": {"query_pre_attn_scalar": round(scores_divisor(model))},
+        "seed_oss": {"attention_out_bias": False, "residual_dropout": 0.0},
         "starcoder2": {"use_bias": model.mlp_bias, "residual_dropout": 0.0, "embedding_dropout": 0.0},
     }.get(model_type, {})
-    pads = ("olmo2", "olmo3", "smollm3", "ministral3", "phi3", "glm", "glm4", "gemma", "gemma3_text")
+    pads = ("olmo2", "olmo3", "smollm3", "ministral3", "phi3", "glm", "glm4", "seed_oss", "gemma", "gemma3_text")
     return own | ({"pad_token_id": None} if model_type in pads else {})
 
 

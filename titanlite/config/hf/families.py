@@ -17,7 +17,7 @@ DEFAULTS: dict[str, dict[str, Any]] = _TABLES["defaults"]
 """Defaults of the keys for latent attention and, by model type, of DeepSeek's keys for experts."""
 OLD = ("qk_norm", "attention_bias", "mlp_bias", "sliding_window")
 """Options that the error message about an unsupported model always shows."""
-AMBIGUOUS = ("phi3", "glm", "ministral", "ministral3", "olmo2", "olmo3", "smollm3", "granite", "starcoder2", "gpt2")
+AMBIGUOUS: list[str] = _TABLES["ambiguous"]
 """Model types that share options with other types, so that model.hf_model_type must tell which type is meant."""
 
 
