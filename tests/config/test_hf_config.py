@@ -823,7 +823,7 @@ def test_combinations_come_back(tmp_path: Path, name: str):
     [
         {"qk_norm": True, "mlp_bias": True},
         {"qk_norm": True, "attention_bias": "qkv"},
-        {"attention_bias": "qkv", "mlp_bias": True},
+        {"attention_bias": "qkv", "mlp_bias": True, "norm_placement": "both"},
         {"qk_norm": True, "sliding_window": 8, "mlp_bias": True},
         {"norm": "layer", "mlp_bias": True},
         {"norm_placement": "after", "qk_norm": True},
