@@ -1,5 +1,5 @@
 """Build the model that the [model] options ask for: choose latent attention, norms over all heads, attention sinks and
-experts. This code is not in build.py, to avoid an import cycle: modules that build.py imports call it."""
+experts. This code is not in build.py, to avoid an import cycle: hf/names.py, which checkpoint/ imports, calls it."""
 
 from collections.abc import Callable, Collection
 

@@ -78,7 +78,7 @@ class StepGuard:
     def settle(self, step: int, loss: float, norm: float, own_loss_sum: Tensor, checkpoints: Confirming) -> None:
         """Record a step's loss and gradient norm, and print a line if the update was skipped. `own_loss_sum`: the sum
         of this rank's token losses, to name the ranks without a finite loss in errors. Raises TrainingError if more
-        steps than training.nonfinite_steps_allowed had no finite loss or norm, or too many steps were outliers."""
+        steps than training.nonfinite_steps_allowed had no finite loss or norm, or a full outlier_window was skipped."""
         scale = self._loss_scale
         overflowed = scale is not None and math.isfinite(loss) and not math.isfinite(norm)
         if overflowed and scale.value > 1:

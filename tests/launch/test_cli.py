@@ -326,10 +326,10 @@ def test_only_a_command_that_may_be_a_rank_leaves_its_lines_to_the_first(monkeyp
     ranks = {"TORCHELASTIC_RUN_ID": "1", "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     for name, value in ranks.items():
         monkeypatch.setenv(name, value)
-    assert run(monkeypatch, command, "") == 2
+    assert run(monkeypatch, command) == 2
     assert len(capsys.readouterr().err.splitlines()) == n_lines
     monkeypatch.setenv("LOCAL_RANK", "0")
-    assert run(monkeypatch, command, "") == 2
+    assert run(monkeypatch, command) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 

@@ -391,6 +391,12 @@ def last_stage(job: config.Config) -> list[str]:
     return problems(lambda: build.build_stage(job, layout, modules, CPU))
 
 
+def test_titanlite_config_names_wrong_adapters_beside_other_problems():
+    argv = ["debug", "--lora.rank=4", '--lora.targets=["norm"]', "--training.dataset=text"]
+    lines = problems(lambda: config_command.main([*argv, "--training.dataset_path=/no/such/file"]))
+    assert [line.partition(":")[0] for line in lines] == ["lora.targets", 'training.dataset_path = "/no/such/file"']
+
+
 @pytest.mark.parametrize("name", TARGETS)
 def test_titanlite_config_rejects_them_with_the_same_line(tmp_path: Path, name: str, capsys):
     options, expected = TARGETS[name]

@@ -83,7 +83,7 @@ def run(
 
 
 def _tokenizer(assets: str, vocab_size: int, max_seq_len: int) -> tuple[int | None, int, str, dict[str, Any]]:
-    """Return a tokenizer's BOS id, EOS id, description and files. Raises ConfigError if the model lacks embeddings."""
+    """Return a tokenizer's BOS id, EOS id, description and files. Raises ConfigError if BOS or EOS has no row."""
     rows = Rows(vocab_size, f"model.vocab_size = {vocab_size}", "name the run's with --tokenizer")
     built, origin = build_tokenizer(assets).fit(rows), assets or "bytes, so there are no files of it"
     if built.vocab_size > rows.n:

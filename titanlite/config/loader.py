@@ -265,7 +265,7 @@ def _override(kind: type[Section], arguments: list[str], values: dict[str, Any],
             if isinstance(inner, dict):  # _validate reports a section that is no table
                 with contextlib.suppress(KeyError, TypeError):  # the option has no copy, or the file lacks one of them
                     table, copied = kind.copies[name]
-                    replaced += [f"{table}.{copied}"] * (values[table][copied] == inner[key])
+                    replaced += [f"{table}.{copied}"] if values[table][copied] == inner[key] else []
                 inner[key] = _parse(text, option) if equals else True
                 origins[name] = COMMAND_LINE
                 if inner[key] or option is None or option.default:  # an option set to its default 0 replaces no other

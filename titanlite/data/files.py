@@ -70,8 +70,8 @@ class BadRowError(Exception):
 
 
 def files_of(source: Source) -> list[Path]:
-    """Return the files that a path, folder or glob names, in the same order on every machine. Print their names, and
-    the names of files that are left out. Raises ConfigError if there is no file."""
+    """Return the files that a path, folder or glob names, in the same order on every machine. For a folder or glob,
+    print some of their names, and which files are left out. Raises ConfigError if there is no file."""
     path = Path(os.path.expanduser(source.training.dataset_path))
     names, reasons, is_folder = {path.name: path}, dict[str, str](), path.is_dir()
     if is_folder or not path.exists():

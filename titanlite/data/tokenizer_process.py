@@ -46,7 +46,7 @@ class TokenizerProcess(ShardWorker, HuggingFaceTokenizer):
 
     @contextlib.contextmanager
     def workers(self, n_shards: int) -> Iterator[list[ShardWorker]]:
-        """Yield workers that build shards: several with THREADS cores each or, on few cores, this tokenizer itself."""
+        """Yield workers that build shards: several with THREADS cores each or (one shard, few cores) this tokenizer."""
         n_workers = min(n_shards, available_cores() // THREADS)
         with contextlib.ExitStack() as stack:
             workers = (contextlib.closing(ShardWorker(self.path)) for _ in range(n_workers) if n_workers > 1)

@@ -92,7 +92,7 @@ def process_group(
 def set_timeout(device: torch.device, seconds: int) -> None:
     """Change how long the collectives of all process groups may take. Uses the private dictionary _world.pg_map of
     torch.distributed.distributed_c10d, which has all groups (also FSDP's). Before torch 2.15, also uses the private
-    _set_pg_timeout, which is then named torch.distributed.set_timeout (tested with torch 2.11 and 2.13, gloo)."""
+    _set_pg_timeout, since then named torch.distributed.set_timeout (tested with torch 2.11 and 2.13, gloo)."""
     if device.type == "cuda":  # on CUDA, running collectives keep the old timeout
         torch.cuda.synchronize()
         dist.barrier()

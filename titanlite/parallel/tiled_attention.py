@@ -180,7 +180,7 @@ def _local_backward(
     return tuple(grad.view(x.shape) for grad, x in zip(grads, saved[1:4], strict=True))
 
 
-# Documents' bounds by the tensor of positions. The module torch.utils.weak is private (tested with torch 2.11 to 2.14).
+# Documents' bounds by the tensor of positions. The module torch.utils.weak is private (as of torch 2.11 to 2.14).
 _BOUNDS = WeakTensorKeyDictionary()  # all layers share the tensor of positions
 
 

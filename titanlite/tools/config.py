@@ -11,7 +11,7 @@ titanlite config --from-torchtitan FILE [TARGET.toml] a TOML file of torchtitan 
 
 from pathlib import Path
 
-from titanlite.config import load
+from titanlite.config import Config, load
 from titanlite.config.differences import differences, options_by_key, shown
 from titanlite.config.reference import help_text, json_schema
 from titanlite.config.schema import stage_modules
@@ -33,14 +33,19 @@ def main(argv: list[str]) -> int:
         return compare(*argv)
     from titanlite.launch.launcher import load_and_check  # late import: only a resolved config needs the launcher
 
-    config = load_and_check(argv, lambda loaded: print(loaded.config.toml(), end="", flush=True)).config
+    load_and_check(argv, lambda loaded: print_config(loaded.config))
+    return 0
+
+
+def print_config(config: Config) -> None:
+    """Print a resolved config. Raises ConfigError if its adapters do not fit its model."""
+    print(config.toml(), end="", flush=True)
     if config.lora.rank:
         from titanlite.build import meta_model  # late imports: only a model with adapters is built
         from titanlite.techniques.lora import Adapters
 
         for modules in stage_modules(config):
             Adapters(meta_model(config, modules), config.lora, lambda: meta_model(config))
-    return 0
 
 
 def compare(*names: str) -> int:

@@ -1,1 +1,1 @@
-"""The layout search finds the fastest parallel layout to train a model on a given number of devices."""
+"""The layout search recommends a parallel layout to train a model with on a given number of devices."""

@@ -49,7 +49,7 @@ def estimate_bytes(task: Task, candidate: Candidate) -> float:
 def estimate_seconds(task: Task, candidate: Candidate) -> float:
     """Estimate the seconds of a step from a rank's FLOPs and bytes and the device's rates.
 
-    `layer` is the time of a rank's token in a layer: its FLOPs (6 per weight, and attention's); `dim` 2-byte values to
+    `layer` is a token's time on a rank in a layer: FLOPs (6 per used weight, and attention's); `dim` 2-byte values to
     each other rank of tp in 8 collectives (12 under full AC); keys and values to each other rank of a ring, once
     forward and twice backward; the all-to-alls of Ulysses and experts. HOST is added per microbatch, layer and ring
     step. With s stages per rank, n microbatches take as long as max(n, pp) + (min(n, pp) - 1) / s without a bubble. In

@@ -3,7 +3,6 @@
 import math
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.console import Group
@@ -16,6 +15,7 @@ from titanlite.techniques.fingerprints.file import Description
 from titanlite.tools.diff.compare import Entry, Step
 from titanlite.tools.diff.computation import in_order, module_of
 from titanlite.tools.parity.ratios import reasons
+from titanlite.tools.toml_keys import flat
 
 WORDS = read_toml(str(Path(__file__).with_name("words.toml")))
 PHASES = tuple(WORDS["phases"])
@@ -52,16 +52,9 @@ def changed_options(a: Path, b: Path) -> list[str]:
     """Return a line for each option, except folders, that differs between the two runs' saved configs. The runs may be
     of different versions of titanlite, with different options."""
     files = [str(run / "config.toml") for run in (a, b) if (run / "config.toml").exists()]
-    changed = differences(*(_by_key(read_toml(file)) for file in files)) if len(files) == 2 else {}
+    changed = differences(*(dict(flat(read_toml(file))) for file in files)) if len(files) == 2 else {}
     names = [key for key in changed if not key.endswith("folder") and key != "job.description"]
     return [f"{key}: {' | '.join(map(shown, changed[key]))}" for key in names]
-
-
-def _by_key(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    for name, value in table.items():
-        options |= _by_key(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return options
 
 
 def verdict_lines(steps: list[Step]) -> list[str]:

@@ -2,7 +2,7 @@
 defaults and models. For a key that the file lacks, torchtitan's default is written if titanlite's differs."""
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from titanlite.config.differences import shown
 from titanlite.config.loader import options_of, printable, read_toml, sections_of, show
 from titanlite.config.rules import DEPENDENT_OPTIONS
 from titanlite.config.schema import Config
+from titanlite.tools.toml_keys import flat
 
 TAKEN, RENAMED, DEFAULT = "taken", "renamed", "torchtitan's default"
 MEANING_CHANGED, NOT_READ, MISSING, UNKNOWN = "meaning changed", "not read", "not offered", "unknown"
@@ -182,15 +183,6 @@ def _precedence(key: str, value: Any) -> int:
     if key == "model.tokenizer_path":
         return 2 if value else 0
     return 0 if key in OF_0_2 else 1
-
-
-def flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each key of all tables, as section.key, with its value."""
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def hint(key: str) -> str:

@@ -98,7 +98,8 @@ def _schedule(to: Conversion) -> None:
 
 
 def _data(to: Conversion) -> None:
-    key, (kind, path, options) = "training.dataset", _dataset(to, "training")
+    key = "training.dataset"
+    kind, path, options = _dataset(to, "training")
     for option, value in options.items():
         from_path = option == "dataset_path" and "training.dataset_path" in to.values
         to.put(f"training.{option}", value, "training.dataset_path" if from_path else key)

@@ -67,7 +67,8 @@ class Generator:
     ) -> list[list[int]]:
         logits_BV = torch.cat([self._prefill(sequence, prompt) for sequence, prompt in enumerate(prompts)])
         positions = [len(prompt) for prompt in prompts]
-        texts, running = [list[int]() for _ in prompts], set(range(len(prompts)))
+        texts: list[list[int]] = [[] for _ in prompts]
+        running = set(range(len(prompts)))
         for remaining in range(self.max_new_tokens, 0, -1):
             if not logits_BV.isfinite().all():
                 problem = f"{self.path}: the logits are NaN or infinite; expected finite ones"

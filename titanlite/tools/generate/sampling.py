@@ -22,7 +22,8 @@ class Sampling:
 def prompt_generators(prompts: list[str], seed: int) -> list[torch.Generator]:
     """Return a random number generator for each prompt, seeded by `seed`, the prompt, and the number of equal prompts
     before it. Thus a generated text does not depend on other prompts, and equal prompts get different texts."""
-    counts, generators = collections.Counter[str](), list[torch.Generator]()
+    counts: collections.Counter[str] = collections.Counter()
+    generators = []
     for prompt in prompts:
         # repr is valid UTF-8; the text of a command-line argument may not be
         generators.append(torch.Generator().manual_seed(parameter_seed(seed, f"{counts[prompt]}/{prompt!r}")))

@@ -214,7 +214,7 @@ class CostModel:
         """Count an async TP collective and return the seconds by which it lengthens the products that it overlaps.
         In an all-gather, a rank copies its own chunk to symmetric memory, and fetches each remote chunk before the
         product with that chunk. In a reduce-scatter, it copies each chunk after the chunk's product, then sums them.
-        Two streams alternate: two products run at a time, copies one by one (torch.distributed._symmetric_memory)."""
+        Two streams alternate: two products run at once, copies one by one (_symmetric_memory, read in torch 2.13)."""
         n, chunk = len(ranks), event.size // len(ranks)
         copy, meeting = self.collective_seconds("send", chunk, ranks), self.collective_seconds(event.name, 0, ranks)
         read = chunk if event.name == "all_gather" else event.size
