@@ -208,8 +208,8 @@ table does not set have the value in `[model]`.
 - Dropout. titanlite ignores it in the config.json of StarCoder2 and GPT-2, where it changes only
   training, and rejects it in other families.
 - An epsilon other than 1e-6 for the norms of DeepSeek's latents (`model.mla.norm_eps`), whatever
-  `rms_norm_eps` in config.json says; and `norm_topk_prob` of DeepSeek-V2, which transformers
-  ignores and DeepSeek's code does not.
+  `rms_norm_eps` in config.json says; and `norm_topk_prob` of DeepSeek-V2, which is rejected, since
+  transformers ignores it and DeepSeek's code does not.
 - The export of gpt-oss in MXFP4; it is exported in bfloat16 or float32.
 - Capped attention scores (Gemma 2), with which attention could not be one fused kernel.
 - Image encoders. Gemma 3 from 4B on and Ministral 3 are released with an image encoder, so their
